@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from . import operators
 from .checks import function_name
 from .records import (
+    ROWSCALES,
     BackwardInputs,
     BackwardOptions,
     Gradients,
@@ -26,171 +27,63 @@ from .records import (
 from .reference import Norm
 from .torch_state import below_autograd, is_eager, kinds_of
 
-_KEPT = BackwardInputs._fields[3:]  # behind the upstream gradients
+_UPSTREAM, _KEPT = BackwardInputs._fields[:3], BackwardInputs._fields[3:]
 _RETURNED = [name for name in Outputs._fields if "stats" not in name]
 
 
-class Training(NamedTuple):
+class Training:
     """A call that is differentiated: all that follows from its options and dtypes."""
 
-    run: Callable[[tuple[Tensor, ...]], list[Tensor]]  # the outputs that there are, of the inputs that there are
-    options: Options
-    dtypes: tuple[torch.dtype | None, ...]  # of Inputs
-    names: list[str]  # of the inputs that there are
-    kept: list[str]  # of BackwardInputs
-    keep: Callable[[tuple], tuple]  # of (*outputs, *inputs, None), what is kept for backward
-    returned: Callable[[tuple], tuple]  # of (*outputs, None): y and r, and what is behind them in Outputs where there is more
-    constants: Callable[[tuple], tuple]  # likewise: the outputs that have no gradient
-    jobs: dict[tuple, "Job"]  # those that were needed so far
+    def __init__(self, run: Callable, options: Options, dtypes: tuple[torch.dtype | None, ...], learned: list[str]) -> None:
+        """run: of the inputs that are there, the outputs that are there; dtypes: of Inputs; learned: `learned_scales`."""
+        of: Any = Inputs(*cast(Any, dtypes))
+        self.run, self.options, self.dtypes = run, options, dtypes
+        self.function = function_name(options.norm)
+        self.names, outputs = names_of(of), [output.name for output in outputs_of(of, options)]
+        sources = {name: name for name in _KEPT}
+        adds = of.residual is not None or of.x1 is not None or options.dropout_p > 0.0 or of.rowscale is not None
+        if options.norm == Norm.none and of.weight is None and of.weight1 is None:
+            sources["r"] = "y"  # for its shape; something else keeps it anyway
+        elif not (adds or options.branch):
+            sources["r"] = "x"
+        # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
+        if not options.branch and "rowscale" not in learned:
+            del sources["x"]
+        if "rowscale1" not in learned:
+            del sources["x1"]
+        there = [*outputs, *self.names]
+        self.kept = [name for name, source in sources.items() if source in there]  # of BackwardInputs
+        # Of (*outputs, *inputs, None): what is kept for backward; what is returned, y and r and where there is more the fields
+        # of Outputs behind them; of that, what has no gradient.
+        self.keep = picker([sources[name] for name in self.kept], there)
+        self.returned = picker(_RETURNED if set(outputs) & set(_RETURNED[2:]) else _RETURNED[:2], there)
+        constants = [name for name in ("mask", "mask1", "rms", "peak") if name in outputs]
+        self.constants = picker(constants, there) if constants else None
+        self.runs: dict[tuple, Callable] = {}  # `backward_of`, by needs, and kinds of tensors or which of them are there
 
-
-def training_of(run: Callable, options: Options, dtypes: tuple, requires_grad: tuple[bool, ...]) -> Training:
-    """dtypes: of Inputs; requires_grad: whether rowscale and rowscale1 do."""
-    of: Any = Inputs(*dtypes)
-    adds = of.residual is not None or of.x1 is not None or options.dropout_p > 0.0 or of.rowscale is not None
-    names, outputs = names_of(of), [output.name for output in outputs_of(of, options)]
-    sources = {name: name for name in _KEPT}
-    if options.norm == Norm.none and of.weight is None and of.weight1 is None:
-        sources["r"] = "y"  # for its shape; something else keeps it anyway
-    elif not (adds or options.branch):
-        sources["r"] = "x"
-    # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
-    if not options.branch and not requires_grad[0]:
-        del sources["x"]
-    if not requires_grad[1]:
-        del sources["x1"]
-    there = [*outputs, *names]
-    kept = [name for name, source in sources.items() if source in there]
-    returned = _RETURNED if set(outputs) & set(_RETURNED[2:]) else _RETURNED[:2]
-    constants = [name for name in ("mask", "mask1", "rms", "peak") if name in outputs]
-    keep = picker([sources[name] for name in kept], there)
-    return Training(run, options, dtypes, names, kept, keep, picker(returned, outputs), picker(constants, outputs), {})
-
-
-class FusedNorm(torch.autograd.Function):
-    """The outputs of a call, but for the statistics, as functions of the inputs that there are."""
-
-    @staticmethod
-    def forward(ctx, call: Training, *tensors):
-        outputs = call.run(tensors)
-        ctx.save_for_backward(*call.keep((*outputs, *tensors, None)))
-        ctx.call = call
-        # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
-        ctx.set_materialize_grads(False)
-        if constants := call.constants((*outputs, None)):
-            ctx.mark_non_differentiable(*constants)
-        return call.returned((*outputs, None))
-
-    @staticmethod
-    def backward(ctx, dy, dr, dy1=None, *_):
-        call, needs = ctx.call, ctx.needs_input_grad
-        if dy is None and dr is None and dy1 is None:  # those who used the outputs have given no gradient
-            return (None,) * len(needs)
-        key = (needs, dy is None, dy1 is None, dr is None)
-        job = call.jobs.get(key)
-        if job is None:
-            job = call.jobs[key] = job_of(call, needs[1:], dy is not None, dy1 is not None, dr is not None)
-        tensors = job.given((dy, dy1, dr, *ctx.saved_tensors))
-        if not torch.is_grad_enabled():
-            return None, *job.gradients_of_inputs(tensors)
-        with torch.no_grad():
-            gradients = job.gradients_of_inputs(tensors)
-        return None, *refuse_second_order(function_name(call.options.norm), gradients)
-
-
-# In eager code: without the Python code of `apply`, which is for functorch and takes longer than the launch.
-apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).apply
-
-
-def _operator_with_gradients(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-    inputs, options = operators.decode(Inputs, Options, tensors, ints, floats)
-    run = lambda given: below_autograd(operators.norm_forward, list(given), ints, floats)  # noqa: E731
-    training = training_of(run, options, dtypes_of(inputs), scales_require_grad(inputs))
-    return present(FusedNorm.apply(training, *tensors))
-
-
-def scales_require_grad(inputs: Inputs) -> tuple[bool, bool]:
-    """Whether rowscale and rowscale1 require a gradient."""
-    rowscale, rowscale1 = inputs.rowscale, inputs.rowscale1
-    return rowscale is not None and rowscale.requires_grad, rowscale1 is not None and rowscale1.requires_grad
-
-
-class Job(NamedTuple):
-    options: BackwardOptions
-    given: Callable[[tuple], tuple]  # of the upstream gradients and what was kept, those of BackwardInputs that there are
-    gradients_of_inputs: Callable[[tuple], tuple[Tensor | None, ...]]  # of them, for the inputs that there are
-
-
-def job_of(call: Training, needs: tuple, has_dy: bool, has_dy1: bool, has_dr: bool) -> Job:
-    """What backward computes, and which input gets which of its results.
-
-    needs: which gradients autograd asks for, of the inputs that there are.
-    """
-    options = call.options
-    of: Any = Inputs._make(call.dtypes)
-    need: Any = Inputs._make([name in call.names and needs[call.names.index(name)] for name in Inputs._fields])
-    # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
-    dz_is_upstream = options.norm == Norm.none and of.weight is None and of.bias is None and not has_dy1 and has_dy != has_dr
-    upstream_dtype = options.out_dtype if has_dy else options.residual_dtype
-    passes = dz_is_upstream and need.residual and upstream_dtype == of.residual and options.residual_scale == 1.0
-    changed = options.dropout_p > 0.0 or options.branch or options.residual_scale != 1.0
-    # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
-    plain_x = need.x and not changed and of.rowscale is None
-    plain_x1 = need.x1 and not changed and of.rowscale1 is None
-    dz_dtype = of.residual if need.residual and not passes else of.x if plain_x else of.x1 if plain_x1 else None
-    x_takes_dz = plain_x and of.x == dz_dtype
-    x1_takes_dz = plain_x1 and of.x1 == dz_dtype
-    wanted = {name: need_it for name, need_it in need._asdict().items() if f"d{name}" in Gradients._fields}
-    wanted |= {"x": need.x and not x_takes_dz, "x1": need.x1 and not x1_takes_dz}
-    reached = dict.fromkeys(("weight", "bias"), has_dy) | dict.fromkeys(("weight1", "bias1"), has_dy1)
-    dtypes_of_gradients: dict[str, Any] = {
-        f"d{name}_dtype": getattr(of, name) if is_wanted and reached.get(name, True) else None
-        for name, is_wanted in wanted.items()
-    }
-    same: dict[str, Any] = {name: value for name, value in options._asdict().items() if name in BackwardOptions._fields}
-    takes = {name: f"d{name}" for name in wanted}
-    takes |= {name: "dz" for name, shares in (("x", x_takes_dz), ("x1", x1_takes_dz), ("residual", need.residual)) if shares}
-    if passes:
-        takes["residual"] = "dy" if has_dy else "dr"
-    computed = BackwardOptions(**same, dz_dtype=dz_dtype, **dtypes_of_gradients)
-
-    upstream = [name for name, is_there in (("dy", has_dy), ("dy1", has_dy1), ("dr", has_dr)) if is_there]
-    names = [*upstream, *call.kept]
-    place_of_r = names.index("r")
-    pick = picker([takes.get(name) for name in call.names], [*gradients_of(computed), *names])
-    in_record = picker(BackwardInputs._fields, names)
-    runs: dict[tuple, Callable] = {}  # `launch.backward_call`, by the kinds of tensors
-
-    def gradients(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    def gradients(self, needs: tuple[bool, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Of the inputs that are there, those that autograd needs. tensors: the upstream gradients, and what was kept."""
         # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
         kinds = kinds_of(tensors) if is_eager(()) else None
-        if kinds is None:
-            return pick((*operators.norm_backward_of(named(tensors), computed), *tensors, None))
-        run = runs.get(kinds)
+        key = needs, kinds or tuple([t is None for t in tensors])
+        run = self.runs.get(key)
         if run is None:
-            r = tensors[place_of_r]
-            launch = operators.launches()
-            run = runs[kinds] = launch.backward_call(computed, r.shape[-1], r.device, dtypes_of(named(tensors)))
-        return pick((*run(tensors), *tensors, None))
-
-    def named(tensors: tuple[Tensor, ...]) -> BackwardInputs:
-        return BackwardInputs._make(in_record((*tensors, None)))
-
-    return Job(computed, picker(names, ["dy", "dy1", "dr", *call.kept]), gradients)
+            run = self.runs[key] = backward_of(self, needs, tensors, kinds is not None)
+        return run(tensors)
 
 
-def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The same gradients, for a backward pass that is recorded (create_graph=True); another one through them raises.
-
-    PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
-    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
-    """
-    anchor = torch.zeros((), device="cpu", requires_grad=True)  # they have a history, whatever they were computed from
-    return _Refused.apply(name, anchor, *gradients)
+def learned_scales(inputs: Inputs) -> list[str]:
+    return [name for name in ROWSCALES if (scale := getattr(inputs, name)) is not None and scale.requires_grad]
 
 
 def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of a Function, whose gradients `refuse_second_order`. ctx.function: the public function, for the message."""
+    """The backward of a Function. If it is recorded (create_graph=True), another one through its gradients raises.
+
+    PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
+    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
+
+    ctx.function: the public function, for the message.
+    """
 
     @wraps(backward)
     def run(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -198,7 +91,8 @@ def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[
             return backward(ctx, *upstream)
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
-        return refuse_second_order(ctx.function, gradients)
+        anchor = torch.zeros((), device="cpu", requires_grad=True)  # they have a history, whatever they were computed from
+        return _Refused.apply(ctx.function, anchor, *gradients)
 
     return run
 
@@ -215,6 +109,99 @@ class _Refused(torch.autograd.Function):
             f"{ctx.name}: its gradients can't be differentiated again. torch.func's transforms (grad, jvp, hessian) run the "
             "PyTorch reference, which can; so can torch.nn's norms (restore_norms gives back those that replace_norms took)"
         )
+
+
+class FusedNorm(torch.autograd.Function):
+    """The outputs of a call, but for the statistics, as functions of the inputs that there are."""
+
+    @staticmethod
+    def forward(ctx, call: Training, *tensors):
+        there = (*call.run(tensors), *tensors, None)
+        ctx.save_for_backward(*call.keep(there))
+        ctx.call, ctx.function = call, call.function
+        # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
+        ctx.set_materialize_grads(False)
+        if call.constants is not None:
+            ctx.mark_non_differentiable(*call.constants(there))
+        return call.returned(there)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy, dr, dy1=None, *_):
+        needs = ctx.needs_input_grad
+        if dy is None and dr is None and dy1 is None:  # those who used the outputs have given no gradient
+            return (None,) * len(needs)
+        return None, *ctx.call.gradients(needs[1:], (dy, dy1, dr, *ctx.saved_tensors))
+
+
+# In eager code: without the Python code of `apply`, which is for functorch and takes longer than the launch.
+apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).apply
+
+
+def backward_of(call: Training, needs: tuple[bool, ...], like: tuple[Tensor | None, ...], eager: bool) -> Callable:
+    """`Training.gradients` of tensors of which the same are there, eagerly also of the same kinds."""
+    fields = (*_UPSTREAM, *call.kept)
+    given = [name for name, t in zip(fields, like, strict=True) if t is not None]
+    options, sources = what_backward_computes(call, needs, given)
+    there, in_record = picker(given, fields), picker(BackwardInputs._fields, given)
+    pick = picker([sources[name] for name in call.names], [*gradients_of(options), *given])
+
+    def named(tensors: tuple[Tensor, ...]) -> BackwardInputs:
+        return BackwardInputs._make(in_record((*tensors, None)))
+
+    if eager:
+        inputs = named(there(like))
+        run = operators.launches().backward_call(options, inputs.r.shape[-1], inputs.r.device, dtypes_of(inputs))
+    else:
+        run = lambda tensors: operators.norm_backward_of(named(tensors), options)  # noqa: E731
+
+    def gradients(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        tensors = there(tensors)
+        return pick((*run(tensors), *tensors, None))
+
+    return gradients
+
+
+def what_backward_computes(call: Training, needs: tuple[bool, ...], given: list[str]) -> tuple[BackwardOptions, dict[str, str]]:
+    """And which of its results, or of what it is given, is the gradient of an input; none where it is not among them.
+
+    needs: which gradients autograd asks for, of the inputs that there are; given: names of BackwardInputs.
+    """
+    options, of, has_dy = call.options, dict(zip(Inputs._fields, call.dtypes, strict=True)), "dy" in given
+    needed: list[str] = [name for name, need in zip(call.names, needs, strict=True) if need]
+    sources = {name: f"d{name}" for name in call.names}
+    # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
+    changed = options.dropout_p > 0.0 or options.branch or options.residual_scale != 1.0
+    scaled = {"x": changed or of["rowscale"] is not None, "x1": changed or of["rowscale1"] is not None, "residual": False}
+    sharing = [name for name in ("residual", "x", "x1") if name in needed and not scaled[name]]
+    # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
+    without_norm = options.norm == Norm.none and of["weight"] is None and of["bias"] is None
+    alone = without_norm and "dy1" not in given and has_dy != ("dr" in given) and options.residual_scale == 1.0
+    if "residual" in sharing and alone and of["residual"] == (options.out_dtype if has_dy else options.residual_dtype):
+        sources["residual"] = "dy" if has_dy else "dr"
+        sharing.remove("residual")
+    wanted: dict[str, Any] = dict.fromkeys(Gradients._fields)
+    for shares in sharing:
+        if wanted["dz"] in (None, of[shares]):
+            wanted["dz"], sources[shares] = of[shares], "dz"
+    reached = dict.fromkeys(("weight", "bias"), has_dy) | dict.fromkeys(("weight1", "bias1"), "dy1" in given)
+    for name in needed:
+        if sources[name] in wanted and sources[name] != "dz" and reached.get(name, True):
+            wanted[f"d{name}"] = of[name]
+    return BackwardOptions(options, Gradients(**wanted)), sources
+
+
+def _operator_with_gradients(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
+    fill, options = operators.decode(Inputs, Options, ints, floats)
+    inputs, options = fill(tensors), with_statistics(options)
+    run = lambda given: below_autograd(operators.norm_forward, *operators.encode(fill(given), options))  # noqa: E731
+    return present(FusedNorm.apply(Training(run, options, dtypes_of(inputs), learned_scales(inputs)), *tensors))
+
+
+def with_statistics(options: Options) -> Options:
+    """What backward needs of each row is stored too."""
+    norm, branch_norm = Norm(options.norm), Norm(options.branch_norm)
+    return options._replace(statistics=norm.statistics, branch_statistics=branch_norm.statistics)
 
 
 operators.register_autograd(operators.norm, operators.norm_forward, _operator_with_gradients)

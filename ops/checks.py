@@ -2,7 +2,6 @@
 accepted.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -25,6 +24,8 @@ def function_name(norm: int) -> str:
 
 
 def as_norm(norm: Any, argument: str = "norm") -> Norm:
+    if isinstance(norm, Norm):
+        return norm
     try:
         return Norm[norm] if isinstance(norm, str) else Norm(norm)
     except (KeyError, ValueError):
@@ -39,15 +40,17 @@ def check_input(name: str, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
 
 
 def check_operands(
-    name: str, x: Tensor, accepted: Sequence[torch.dtype], shapes: Sequence, expected: Callable, **operands: Tensor | None
+    name: str, x: Tensor, accepted: Sequence[torch.dtype], shapes: Sequence, why: str, **operands: Tensor | None
 ) -> None:
-    """expected: returns the shapes in words, and why. A graph's sizes that are put into words are no longer dynamic."""
+    """why: these shapes, where "{x}" becomes that of x. A graph's sizes are put into words by an error alone, as those that are
+    put into words are no longer dynamic."""
     for argument, t in operands.items():
         if t is None:
             continue
         check_operand(name, argument, t, x, accepted)
         if all(t.shape != shape for shape in shapes):
-            raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {expected()}")
+            expected = " or ".join([str(tuple(shape)) for shape in shapes]) + why.format(x=tuple(x.shape))
+            raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {expected}")
 
 
 def check_operand(name: str, argument: str, t: Tensor, x: Tensor, accepted: Sequence[torch.dtype], of: str = "x") -> None:
@@ -58,14 +61,8 @@ def check_operand(name: str, argument: str, t: Tensor, x: Tensor, accepted: Sequ
         raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}, the device of {of}")
 
 
-def check_like_input(name: str, x: Tensor, accepted: Sequence[torch.dtype], **operands: Tensor | None) -> None:
-    check_operands(name, x, accepted, (x.shape,), lambda: f"{tuple(x.shape)}, the shape of x", **operands)
-
-
-def check_weights(name: str, x: Tensor, accepted: Sequence[torch.dtype], **weights: Tensor | None) -> None:
-    shape = x.shape[-1:]
-    why = "to match the last dimension of x"
-    check_operands(name, x, accepted, (shape,), lambda: f"{tuple(shape)} {why} {tuple(x.shape)}", **weights)
+# Of `check_operands`.
+SHAPE_OF_X, LAST_OF_X = ", the shape of x", " to match the last dimension of x {x}"
 
 
 def check_buffers(
@@ -74,7 +71,7 @@ def check_buffers(
     for argument, buffer, accepted in (("out", out, dtype), ("residual_out", residual_out, residual_dtype)):
         if buffer is None:
             continue
-        check_like_input(name, x, (accepted,), **{argument: buffer})
+        check_operands(name, x, (accepted,), (x.shape,), SHAPE_OF_X, **{argument: buffer})
         if not buffer.is_contiguous():
             raise ValueError(
                 f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
@@ -102,10 +99,6 @@ def check_dropout_p(name: str, argument: str, p: float) -> None:
 
 def check_eps(name: str, eps: float) -> None:
     check_number(name, "eps", eps, "a number of 0 or more", lambda eps: eps >= 0.0)
-
-
-def check_residual_scale(name: str, scale: float) -> None:
-    check_number(name, "residual_scale", scale, "a finite number", lambda scale: abs(scale) < math.inf)
 
 
 def check_number(name: str, argument: str, number: Any, accepted: str, fits: Callable[[Any], bool]) -> None:

@@ -9,10 +9,12 @@ from torch import Tensor
 from . import checks, operators, reference
 from .autograd import apply_eager
 from .philox import draw_seed, seed_tensor
-from .plan import Plan, make_plan, plan_of
+from .plan import Plan, plan_of
 from .records import Inputs, Outputs, outputs_of
 from .reference import Norm
 from .torch_state import is_eager
+
+_LAYERNORM, _RMSNORM, _NONE = Norm.layernorm, Norm.rmsnorm, Norm.none  # an eager call pays for each look into an Enum
 
 
 def norm_fn(
@@ -93,24 +95,15 @@ def norm_fn(
     Raises:
         ValueError, TypeError: norm, shape, dtype, device, dropout_p or seed not as above; before anything is launched.
     """
-    if type(norm) is not Norm:
-        norm = checks.as_norm(norm)
-    if branch_norm is None:
-        branch_norm = Norm.none
-    elif type(branch_norm) is not Norm:
-        branch_norm = checks.as_norm(branch_norm, "branch_norm")
-    # Plain tuples, as records cost an eager call some µs.
+    norm = checks.as_norm(norm)
+    branch_norm = _NONE if branch_norm is None else checks.as_norm(branch_norm, "branch_norm")
     operands = (
         x, residual, x1, weight, bias, weight1, bias1, branch_weight, branch_bias, rowscale, rowscale1, scalars, branch_scalars,
     )  # fmt: skip
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
-    request = (
-        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight,
-        prenorm is True or residual_out is not None,
-        residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
+    return _call(
+        operands, norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm, residual_in_fp32,
+        return_dropout_mask, return_statistics, out_dtype, out, residual_out, seed,
     )  # fmt: skip
-    return _call(operands, request, prenorm, out, residual_out, seed)
 
 
 def layer_norm_fn(
@@ -138,38 +131,16 @@ def layer_norm_fn(
 ) -> Tensor | tuple[Tensor | None, ...]:
     """y = LayerNorm(dropout(x · rowscale) + dropout(x1 · rowscale1) + residual) in one kernel; `norm_fn` has the formula.
 
-    The interface of FlashAttention's Triton function, and rowscale1 and seed beside it.
-
-    Args:
-        x: (..., N), bf16, fp16 or fp32 (fp64 too where the PyTorch reference runs); what a sublayer gives.
-        weight, bias: (N,), of any of these dtypes; None is 1 and 0.
-        residual: shape of x; the residual stream so far, in its own dtype. None: the stream starts here.
-        x1: shape of x; a second branch that is added. weight1, bias1: (N,); a second output y1 is there when either is given.
-        eps: added to the variance: 1e-6 here, 1e-5 in the module LayerNorm.
-        dropout_p: in [0, 1), on x and x1. seed: an int or a one-element int64 tensor on x's device, which fixes the masks;
-            None: drawn from torch's generator.
-        rowscale, rowscale1: one factor for each row of x and x1: x's leading shape, or flat (M,).
-        prenorm: also return the new stream. residual_in_fp32: a stream that starts here is fp32; else it has x's dtype.
-        zero_centered_weight: the weights are stored as their distance from 1. is_rms_norm: compute RMSNorm.
-        return_dropout_mask: also return the bool masks of what was kept, of x and x1 (None without x1).
-        out_dtype: of y and y1; None: x's. out, residual_out: buffers of x's shape, written to and returned.
-
-    Returns:
-        y [, y1] [, stream] [, mask, mask1]: y alone, or a tuple in this order, all of x's shape.
-
-    Raises:
-        ValueError, TypeError: a shape, dtype, device, dropout_p or seed not as above; before anything is launched.
+    The interface of FlashAttention's Triton function, with rowscale1 and seed beside it. Arguments, results and errors are
+    those of `norm_fn`. is_rms_norm: compute RMSNorm. eps is 1e-6 here, 1e-5 in the module LayerNorm.
     """
     if is_rms_norm is not True and is_rms_norm is not False:
         checks.check_flags("layer_norm_fn", is_rms_norm=is_rms_norm)
-    operands = (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None)
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
-    request = (
-        Norm.rmsnorm if is_rms_norm else Norm.layernorm, Norm.none, 1.0, eps, dropout_p, zero_centered_weight,
-        prenorm is True or residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
+    return _call(
+        (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
+        _RMSNORM if is_rms_norm else _LAYERNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
+        residual_in_fp32, return_dropout_mask, False, out_dtype, out, residual_out, seed,
     )  # fmt: skip
-    return _call(operands, request, prenorm, out, residual_out, seed)
 
 
 def rms_norm_fn(
@@ -196,47 +167,35 @@ def rms_norm_fn(
 ) -> Tensor | tuple[Tensor | None, ...]:
     """y = RMSNorm(dropout(x · rowscale) + dropout(x1 · rowscale1) + residual) in one kernel; `norm_fn` has the formula.
 
-    Args:
-        x: (..., N), bf16, fp16 or fp32 (fp64 too where the PyTorch reference runs); what a sublayer gives.
-        weight, bias: (N,), of any of these dtypes; None is 1 and 0.
-        residual: shape of x; the residual stream so far, in its own dtype. None: the stream starts here.
-        x1: shape of x; a second branch that is added. weight1, bias1: (N,); a second output y1 is there when either is given.
-        eps: added to the mean square: 1e-6 here, 1e-5 in the module RMSNorm.
-        dropout_p: in [0, 1), on x and x1. seed: an int or a one-element int64 tensor on x's device, which fixes the masks;
-            None: drawn from torch's generator.
-        rowscale, rowscale1: one factor for each row of x and x1: x's leading shape, or flat (M,).
-        prenorm: also return the new stream. residual_in_fp32: a stream that starts here is fp32; else it has x's dtype.
-        zero_centered_weight: the weights are stored as their distance from 1.
-        return_dropout_mask: also return the bool masks of what was kept, of x and x1 (None without x1).
-        out_dtype: of y and y1; None: x's. out, residual_out: buffers of x's shape, written to and returned.
-
-    Returns:
-        y [, y1] [, stream] [, mask, mask1]: y alone, or a tuple in this order, all of x's shape.
-
-    Raises:
-        ValueError, TypeError: a shape, dtype, device, dropout_p or seed not as above; before anything is launched.
+    The interface of FlashAttention's Triton function, with rowscale1 and seed beside it. Arguments, results and errors are
+    those of `norm_fn`. eps is 1e-6 here, 1e-5 in the module RMSNorm.
     """
-    operands = (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None)
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
-    request = (
-        Norm.rmsnorm, Norm.none, 1.0, eps, dropout_p, zero_centered_weight,
-        prenorm is True or residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
+    return _call(
+        (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
+        _RMSNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
+        residual_in_fp32, return_dropout_mask, False, out_dtype, out, residual_out, seed,
     )  # fmt: skip
-    return _call(operands, request, prenorm, out, residual_out, seed)
 
 
 def _call(
-    operands: tuple, request: tuple, prenorm: bool, out: Tensor | None, residual_out: Tensor | None, seed: Tensor | int | None
-) -> Tensor | tuple[Tensor | None, ...]:
-    """operands, request: `records.OPERANDS` and the fields of `plan.Request`."""
+    operands: tuple, norm: Norm, branch_norm: Norm, residual_scale: float, eps: float, dropout_p: float,
+    zero_centered_weight: bool, prenorm: bool, residual_in_fp32: bool, return_dropout_mask: bool, return_statistics: bool,
+    out_dtype: torch.dtype | None, out: Tensor | None, residual_out: Tensor | None, seed: Tensor | int | None,
+) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
+    """operands: `records.OPERANDS`. Plain tuples, as records cost an eager call some µs."""
     if prenorm is not True and prenorm is not False:
-        checks.check_flags(checks.function_name(request[0]), prenorm=prenorm)
+        checks.check_flags(checks.function_name(norm), prenorm=prenorm)
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
     x = operands[0]
-    plan = plan_of(operands, request) if is_eager((out, residual_out, seed if isinstance(seed, Tensor) else None)) else None
+    request = (
+        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm is True or residual_out is not None,
+        residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
+    )  # fmt: skip
+    plan = plan_of(operands, request) if is_eager((out, residual_out, None if isinstance(seed, int) else seed)) else None
     eager = plan is not None
     if plan is None:
-        plan = make_plan(operands, request)
+        plan = Plan(operands, *request)
     if seed is not None:
         checks.check_seed(plan.name, seed, x.device)
     if not plan.drops:
@@ -245,16 +204,16 @@ def _call(
         seed = draw_seed(x.device, eager)
     elif isinstance(seed, int):
         seed = seed_tensor(seed, x.device)
-    if out is not None or residual_out is not None:
-        outputs = _into_buffers(Inputs._make((*operands, seed)), plan, eager, prenorm, out, residual_out)
-    elif plan.kernels:
-        outputs = _run_kernels((*operands, seed), plan, eager)
+    inputs = (*operands, seed)
+    if out is None and residual_out is None:
+        outputs = _run(inputs, plan, eager)
     else:
-        outputs = reference.norm(Inputs._make((*operands, seed)), plan.inference)
+        outputs = _into_buffers(Inputs._make(inputs), plan, eager, prenorm, out, residual_out)
 
-    y = outputs[0]
-    r = outputs[1] if outputs[1] is not None else y if plan.y_is_r else x
-    if not plan.returns_y1 and not plan.returns_masks and not plan.returns_statistics:
+    y, r = outputs[0], outputs[1]
+    if r is None:
+        r = y if plan.y_is_r else x
+    if not plan.returns_more:
         return (y, r) if prenorm else y
     y1, mask, mask1, rms, peak, *_ = (*outputs[2:], None, None, None, None, None)
     if plan.returns_masks and not plan.drops:
@@ -265,17 +224,19 @@ def _call(
     return results[0] if len(results) == 1 else results
 
 
-def _run_kernels(inputs: tuple, plan: Plan, eager: bool) -> tuple:
+def _run(inputs: tuple, plan: Plan, eager: bool) -> tuple:
     """Outputs of the fields of Inputs; r may be None where it is x itself."""
-    if eager:
-        tensors = plan.present(inputs)
-        if torch.is_grad_enabled():
-            for t in tensors:
-                if t.requires_grad:
-                    return apply_eager(plan.trained, *tensors)
-        return plan.run(tensors)
-    given = Inputs(*inputs)
-    return operators.norm_of(given, plan.training if _trains(given) else plan.inference)
+    if not plan.kernels:
+        return reference.norm(Inputs._make(inputs), plan.inference)
+    if not eager:
+        given = Inputs._make(inputs)
+        return operators.norm_of(given, plan.training if _trains(given) else plan.inference)
+    tensors = plan.present(inputs)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                return apply_eager(plan.trained, *tensors)
+    return plan.run(tensors)
 
 
 def _into_buffers(
@@ -292,7 +253,7 @@ def _into_buffers(
         torch.autograd.graph.increment_version(buffers.values())
         return Outputs(**dict(zip([output.name for output in outputs_of(inputs, options)], written, strict=True)))
     # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
-    outputs = Outputs(*_run_kernels(inputs, plan, eager)) if plan.kernels else reference.norm(inputs, options)
+    outputs = Outputs(*_run(inputs, plan, eager))
     if plan.r_is_x and out is not None:  # which may be x
         outputs = outputs._replace(r=inputs.x.clone())
     if residual_out is not None:

@@ -5,8 +5,8 @@ What a launch needs besides its tensors and the number of rows follows from widt
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
-from operator import itemgetter, or_
-from typing import Any
+from operator import or_
+from typing import Any, cast
 
 import torch
 import triton
@@ -81,7 +81,7 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
         x = inputs[0]
         M = x.numel() // N
         if buffers is None:
-            written = empty_outputs(x, outputs, M)
+            written = empty_outputs(x, outputs, M, x.is_contiguous())
         else:
             written = [buffers[o.name] if o.name in buffers else empty_outputs(x, [o], M)[0] for o in outputs]
         start(-(-M // rows_of_tile), pointers((*inputs, *written, None)), inputs[-1] if drops else None, M, *numbers)
@@ -98,18 +98,18 @@ def backward(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
 
 @lru_cache(maxsize=1024)
 def backward_call(
-    options: BackwardOptions, N: int, device: torch.device, dtypes: tuple
+    call: BackwardOptions, N: int, device: torch.device, dtypes: tuple
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """`backward` of these options for rows of N, with all worked out that follows: a function of the inputs that are there.
+    """`backward` of such a call for rows of N, with all worked out that follows: a function of the inputs that are there.
 
     dtypes: of the inputs, None for an absent one.
     """
-    of: Any = BackwardInputs(*dtypes)
+    of, (options, asked) = cast(Any, BackwardInputs(*dtypes)), call
     norm, branch_norm = Norm(options.norm), Norm(options.branch_norm)
-    wanted = Weights(*[getattr(options, f"d{name}_dtype") is not None for name in Weights._fields])
+    wanted = Weights(*[getattr(asked, f"d{name}") is not None for name in Weights._fields])
     reads_r = norm != Norm.none or wanted.weight or wanted.weight1
     rows = (of.dy, of.dy1, of.dr, of.r if reads_r else None, of.x, of.x1)
-    written = (options.dz_dtype, options.dx_dtype, options.dx1_dtype)
+    written = (asked.dz, asked.dx, asked.dx1)
     work = Work(
         vector=_vector(*rows, *written),
         row_bytes=_bytes(*rows),
@@ -124,15 +124,11 @@ def backward_call(
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
     variant = _variant(N, options, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
+    cooperative, most = (True, most_registers(tile)) if split else (None, None)
     start = Launcher(
-        norm_backward_kernel,
-        backward_kernels.Pointers,
-        device,
-        num_warps=tile.warps,
-        launch_pdl=early or None,
-        launch_cooperative_grid=split or None,
-        maxnreg=most_registers(tile) if split else None,
-    )
+        norm_backward_kernel, backward_kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None,
+        launch_cooperative_grid=cooperative, maxnreg=most,
+    )  # fmt: skip
     most_groups = facts.multiprocessors * tile.programs_per_sm // tile.slices
     # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
     block_p = min(512, triton.next_power_of_2(max(1, most_groups)))
@@ -140,13 +136,13 @@ def backward_call(
     pdl = facts.since_sm_90 or None
     finish = Launcher(finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=pdl)
     sums = sum(wanted)
-    scalars = norm.scalars * (options.dscalars_dtype is not None)
-    scalars += branch_norm.scalars * (options.dbranch_scalars_dtype is not None)
+    scalars = norm.scalars * (asked.dscalars is not None)
+    scalars += branch_norm.scalars * (asked.dbranch_scalars is not None)
 
     numbers = (*_dropout_numbers(options), variant)
     finish_blocks, finish_numbers = sums * -(-N // block_n), (block_p, block_n, facts.since_sm_90)
     rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
-    names, gradients = names_of(of), gradients_of(options)
+    names, gradients = names_of(of), gradients_of(call)
     shapes, place_of_r, drops = shapes_of(gradients, names), names.index("r"), of.seed is not None
     scratch_names = [name for name, used in (("partials", sums), ("scalar_partials", scalars), ("board", split)) if used]
     all_names = [*names, *gradients, *scratch_names]
@@ -198,8 +194,7 @@ class Launcher:
     ) -> None:  # fmt: skip
         """record: NamedTuple of the kernel's tensors; strided: those whose strides the kernel is told; programs_y: the grid's
         second dimension; options: None for what the launch does without."""
-        self.kernel, self.record, self.programs_y = kernel, record, programs_y
-        self.strided = [name in strided for name in record._fields]  # type: ignore[attr-defined]
+        self.kernel, self.record, self.strided, self.programs_y = kernel, cast(Any, record), strided, programs_y
         self.options = {name: value for name, value in options.items() if value is not None}
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
@@ -230,16 +225,15 @@ class Launcher:
                 started = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks
                 compiled.run(programs, self.programs_y, 1, stream, *started, self.places((*pointers, None)), *rest)
                 return
-        tensors = tuple([t if t is None or keeps else t.contiguous() for t, keeps in zip(tensors, self.strided, strict=True)])
+        named = zip(self.record._fields, tensors, strict=True)
+        tensors = tuple([t if t is None or name in self.strided else t.contiguous() for name, t in named])
         compiled = self.kernel[(programs, self.programs_y)](self.record(*tensors), *rest, **self.options)
         if TRITON and isinstance(compiled, TRITON.CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
-            present = [i for i, t in enumerate(tensors) if t is not None]
-            dense = [place for place, i in enumerate(present) if not self.strided[i]]
-            if len(present) > 1 and len(dense) > 1:  # itemgetter of one place gives no tuple
-                self.there = itemgetter(*present)
-                self.dense = tuple if len(dense) == len(present) else itemgetter(*dense)
-                self.places = itemgetter(*[present.index(i) if i in present else -1 for i in range(len(tensors))])
-                self.compiled = compiled
+            fields, names = self.record._fields, names_of(self.record(*tensors))
+            dense = [name for name in names if name not in self.strided]
+            self.there, self.places = picker(names, fields), picker(fields, names)
+            self.dense = tuple if dense == names else picker(dense, names)
+            self.compiled = compiled
 
 
 def observed() -> bool:
@@ -250,11 +244,12 @@ def observed() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _dropout_numbers(options: Options | BackwardOptions) -> tuple[int, float]:
+def _dropout_numbers(options: Options) -> tuple[int, float]:
     return drop_threshold(options.dropout_p), keep_scale(options.dropout_p)
 
 
-def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile, **more: Any) -> Variant:
+def _variant(N: int, options: Options, work: Work, tile: Tile, **more: Any) -> Variant:
+    of_tile = ("rows", "block_n", "looped", "slices", "stages", "early_weights", "prefetch")
     return Variant(
         N,
         NORM=int(options.norm),
@@ -263,14 +258,8 @@ def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile,
         RESIDUAL_SCALE=options.residual_scale,
         DROPOUT=options.dropout_p > 0.0,
         OFFSET=float(options.zero_centered_weight),
-        ROWS=tile.rows,
-        BLOCK_N=tile.block_n,
         VECTOR=work.vector,
-        LOOPED=tile.looped,
-        SLICES=tile.slices,
-        STAGES=tile.stages,
-        EARLY_WEIGHTS=tile.early_weights,
-        PREFETCH=tile.prefetch,
+        **{name.upper(): getattr(tile, name) for name in of_tile},
         **more,
     )
 

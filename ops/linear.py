@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import first_order
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_flags, check_input, check_operands, check_tensor, check_weights
+from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, check_flags, check_input, check_operands, check_tensor
 from .functional import norm_fn
 from .kernels import runs_kernels
 from .reference import Norm
@@ -44,17 +44,11 @@ def layer_norm_linear_fn(
     name = "layer_norm_linear_fn"
     dtypes = KERNEL_DTYPES if isinstance(x, Tensor) and runs_kernels(x.device) else REFERENCE_DTYPES
     check_input(name, x, dtypes)
-    check_weights(name, x, dtypes, norm_weight=norm_weight, norm_bias=norm_bias)
+    check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, norm_weight=norm_weight, norm_bias=norm_bias)
     check_tensor(name, "linear_weight", linear_weight)
     K, N = linear_weight.shape[:1], x.shape[-1]
-    check_operands(
-        name, x, dtypes, ((*K, N),), lambda: f"(K, {N}) to match the last dimension of x {tuple(x.shape)}",
-        linear_weight=linear_weight,
-    )  # fmt: skip
-    check_operands(
-        name, x, dtypes, (K,), lambda: f"{tuple(K)} to match the rows of linear_weight {tuple(linear_weight.shape)}",
-        linear_bias=linear_bias,
-    )  # fmt: skip
+    check_operands(name, x, dtypes, ((*K, N),), LAST_OF_X, linear_weight=linear_weight)
+    check_operands(name, x, dtypes, (K,), " to match the rows of linear_weight", linear_bias=linear_bias)
     check_flags(name, prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype

@@ -12,7 +12,6 @@ Every value that an operator returns costs the host time, so what was not asked 
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
 from importlib import import_module
-from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +30,7 @@ from .records import (
     gradients_of,
     names_of,
     outputs_of,
+    picker,
     present,
     shapes_of,
 )
@@ -42,9 +42,8 @@ try:
     LIBRARY = library.Library(NAMESPACE, "DEF")
 except RuntimeError as error:
     raise ImportError(
-        f"{__package__}: this process has operators called {NAMESPACE} already, from another import of this package or from a "
-        "copy whose name differs in dots and underscores only. Import it once, or call the copy something else; after a "
-        "reload, restart the process."
+        f"{__package__}: this process has operators called {NAMESPACE} already. Import the package once, give a copy a name "
+        "that differs in more than dots and underscores, and restart the process after a reload."
     ) from error
 
 
@@ -87,25 +86,29 @@ DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)  # 
 
 
 def encode(record: Any, options: Any) -> tuple[list[Tensor], list[int], list[float]]:
-    fields = 0
-    for i, t in enumerate(record):
-        if t is not None:
-            fields |= 1 << i
-    floats = [value for value in options if isinstance(value, float)]
-    others = [value for value in options if not isinstance(value, float)]
+    fields = sum([1 << i for i, t in enumerate(record) if t is not None])
+    flat = [one for value in options for one in (value if isinstance(value, tuple) else (value,))]
+    floats = [value for value in flat if isinstance(value, float)]
+    others = [value for value in flat if not isinstance(value, float)]
     ints = [DTYPES.index(value) if value is None or isinstance(value, torch.dtype) else int(value) for value in others]
     return present(record), [fields, *ints], floats
 
 
-def decode(record: Any, options: Any, tensors: list[Tensor], ints: Iterable[int], floats: Iterable[float]) -> tuple[Any, Any]:
-    """The records that `encode` had; record and options: their classes."""
+def decode(
+    record: Any, options: Any, ints: Iterable[int], floats: Iterable[float]
+) -> tuple[Callable[[Iterable[Tensor]], Any], Any]:
+    """A function of the tensors that `encode` returned, which fills the record, and the options; given are their classes."""
     fields, *rest = ints
-    given, others, numbers = iter(tensors), iter(rest), iter(floats)
-    values: list[Any] = []
-    for kind in options.__annotations__.values():
-        value = next(numbers) if kind is float else next(others)
-        values.append(value if kind in (float, int) else bool(value) if kind is bool else DTYPES[int(value)])
-    return record._make([next(given) if fields >> i & 1 else None for i in range(len(record._fields))]), options._make(values)
+    others, numbers = iter(rest), iter(floats)
+
+    def value(kind: Any) -> Any:
+        if hasattr(kind, "_fields"):
+            return kind(*[value(field) for field in kind.__annotations__.values()])
+        return next(numbers) if kind is float else kind(next(others)) if kind in (int, bool) else DTYPES[next(others)]
+
+    there = [name for i, name in enumerate(record._fields) if fields >> i & 1]
+    in_record = picker(record._fields, there)
+    return lambda tensors: record._make(in_record((*tensors, None))), value(options)
 
 
 def record_operator(name: str, record: Any, options: Any, kernel: Callable, empty: Callable) -> Any:
@@ -113,20 +116,15 @@ def record_operator(name: str, record: Any, options: Any, kernel: Callable, empt
 
     kernel, empty: of record and options, with and without computing.
     """
-
-    @lru_cache(maxsize=1024)
-    def decoded(ints: tuple[int, ...], floats: tuple[float, ...]) -> tuple[Callable, Any]:
-        """A function of the tensors with None behind them that returns the fields of the record; the options."""
-        count = ints[0].bit_count()
-        places, given = decode(record, options, list(range(count)), ints, floats)  # type: ignore[arg-type]
-        return itemgetter(*[-1 if place is None else place for place in places]), given
+    decoded = lru_cache(maxsize=1024)(partial(decode, record, options))
 
     def run(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-        places, given = decoded(tuple(ints), tuple(floats))
-        return kernel(record._make(places((*tensors, None))), given)
+        fill, given = decoded(tuple(ints), tuple(floats))
+        return kernel(fill(tensors), given)
 
     def fake(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-        return empty(*decode(record, options, tensors, ints, floats))
+        fill, given = decode(record, options, ints, floats)
+        return empty(fill(tensors), given)
 
     op = operator(name, SCHEMA, run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
@@ -143,42 +141,30 @@ def _one_by_one(op, info, in_dims, tensors, *rest):
     return outputs, [0] * len(outputs)
 
 
-def _forward(inputs: Inputs, options: Options) -> list[Tensor]:
-    return launches().forward(inputs, options)
-
-
 def _forward_shapes(inputs: Inputs, options: Options) -> list[Tensor]:
     x = inputs.x
     return empty_outputs(x, outputs_of(inputs, options), x.numel() // x.shape[-1])
-
-
-def _backward(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
-    return launches().backward(inputs, options)
 
 
 def _backward_shapes(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
     return empty_gradients(present(inputs), inputs.r, shapes_of(gradients_of(options), names_of(inputs)))
 
 
-# Two operators that do nearly the same: one that has autograd code in Python goes through the dispatcher twice at each call,
-# whether or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of
-# `norm` is registered at the end of autograd.py. The statistics are for backward alone: `norm` returns none.
-norm = record_operator(
-    "norm", Inputs, Options,
-    lambda inputs, options: _forward(inputs, _without_stats(options)),
-    lambda inputs, options: _forward_shapes(inputs, _without_stats(options)),
-)  # fmt: skip
-norm_forward = record_operator("norm_forward", Inputs, Options, _forward, _forward_shapes)
-norm_backward = record_operator("norm_backward", BackwardInputs, BackwardOptions, _backward, _backward_shapes)
-
-
-def _without_stats(options: Options) -> Options:
-    return options._replace(statistics=0, branch_statistics=0)
+# Two operators that do the same: one that has autograd code in Python goes through the dispatcher twice at each call, whether
+# or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of `norm`
+# is registered at the end of autograd.py. It has `norm_forward` return the statistics too, which are for backward alone.
+norm, norm_forward = (
+    record_operator(name, Inputs, Options, lambda *call: launches().forward(*call), _forward_shapes)
+    for name in ("norm", "norm_forward")
+)
+norm_backward = record_operator(
+    "norm_backward", BackwardInputs, BackwardOptions, lambda *call: launches().backward(*call), _backward_shapes
+)
 
 
 def norm_of(inputs: Inputs, options: Options) -> Outputs:
-    outputs = outputs_of(inputs, _without_stats(options))
-    return Outputs(**dict(zip([output.name for output in outputs], norm(*encode(inputs, options)), strict=True)))
+    names = [output.name for output in outputs_of(inputs, options)]
+    return Outputs(**dict(zip(names, norm(*encode(inputs, options)), strict=True)))
 
 
 def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:

@@ -5,90 +5,45 @@ The number of rows is no part of it, so a batch of another length costs what the
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import operators
-from .autograd import Training, scales_require_grad, training_of
+from .autograd import Training, learned_scales, with_statistics
 from .checks import (
     KERNEL_DTYPES,
+    LAST_OF_X,
     REFERENCE_DTYPES,
+    SHAPE_OF_X,
     check_dropout_p,
     check_eps,
     check_flags,
     check_input,
-    check_like_input,
+    check_number,
     check_operands,
-    check_residual_scale,
-    check_weights,
     function_name,
 )
 from .kernels import runs_kernels
-from .records import (
-    OPERANDS,
-    ROWSCALES,
-    SCALARS,
-    WEIGHTS,
-    Inputs,
-    Options,
-    Outputs,
-    dtypes_of,
-    names_of,
-    outputs_of,
-    picker,
-)
+from .records import OPERANDS, ROWSCALES, SCALARS, WEIGHTS, Inputs, Options, Outputs, dtypes_of, names_of, outputs_of, picker
 from .reference import Norm
-from .torch_state import differentiated_by_func, is_plain
-
-
-class Request(NamedTuple):
-    """The options as callers give them."""
-
-    norm: Norm
-    branch_norm: Norm
-    residual_scale: float
-    eps: float
-    dropout_p: float
-    zero_centered_weight: bool
-    keeps_residual: bool  # prenorm, or a buffer for it
-    residual_in_fp32: bool
-    return_dropout_mask: bool
-    return_statistics: bool
-    out_dtype: torch.dtype | None
-
-
-class Plan(NamedTuple):
-    name: str  # of the public function, for messages
-    kernels: bool  # whether the call goes through the kernels; else through `reference`
-    dtypes: tuple[torch.dtype | None, ...]  # of Inputs
-    present: Callable[[tuple], tuple]  # of (*operands, seed), those that are there
-    run: Callable[
-        [tuple], tuple
-    ]  # of them, the fields of Outputs in inference; this and `trained` are for eager calls on kernels
-    trained: Training | None
-    inference: Options
-    training: Options  # the same, and keep what backward needs
-    drops: bool
-    returns_y1: bool
-    returns_masks: bool
-    returns_statistics: bool
-    r_is_x: bool  # nothing is added to x or changed in it
-    y_is_r: bool  # there is no norm, and y has the dtype of the stream
-
+from .torch_state import PLAIN, differentiated_by_func
 
 MOST = 4096  # plans that are remembered; the one that was not used for longest goes first
-_plans: OrderedDict[tuple, Plan] = OrderedDict()
+_plans: OrderedDict[tuple, "Plan"] = OrderedDict()
+# Where they begin in `records.OPERANDS`.
+_WEIGHTS, _ROWSCALES, _SCALARS = (OPERANDS.index(names[0]) for names in (WEIGHTS, ROWSCALES, SCALARS))
+_STRIDED = torch.strided
 
 
-def plan_of(operands: tuple, request: tuple) -> Plan | None:
+def plan_of(operands: tuple, request: tuple) -> "Plan | None":
     """Of a call that nobody watches (`torch_state.is_eager`); None where a tensor is not plain.
 
-    operands, request: `records.OPERANDS` and the fields of Request.
+    operands, request: `records.OPERANDS`, and the other arguments of Plan.
 
     Raises:
-        ValueError, TypeError: as `make_plan`.
+        ValueError, TypeError: as Plan.
     """
     key = _key(operands, request)
     if key is None:
@@ -98,17 +53,11 @@ def plan_of(operands: tuple, request: tuple) -> Plan | None:
         _plans.move_to_end(key)
         return plan
     except KeyError:
-        plan = make_plan(operands, request)
+        plan = Plan(operands, *request)
     except TypeError:  # an option has no hash: the checks have more to say
-        return make_plan(operands, request)
+        return Plan(operands, *request)
     if plan.kernels:
-        x, inputs, call = operands[0], Inputs._make((*operands, None)), operators.launches().forward_call
-        run, run_training = (call(options, x.shape[-1], x.device, plan.dtypes) for options in (plan.inference, plan.training))
-        fields = picker(Outputs._fields, [output.name for output in outputs_of(inputs, plan.inference)])
-        plan = plan._replace(
-            run=lambda tensors: fields((*run(tensors), None)),
-            trained=training_of(run_training, plan.training, plan.dtypes, scales_require_grad(inputs)),
-        )
+        plan.prepare(Inputs._make((*operands, None)))
     _plans[key] = plan
     while len(_plans) > MOST:
         _plans.popitem(last=False)
@@ -121,7 +70,7 @@ def _key(operands: tuple, request: tuple) -> tuple | None:
     rows = None
     for field, t in enumerate(operands):
         if t is not None:
-            if not is_plain(t):
+            if type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg():  # `is_plain`, without a call
                 return None
             shape: Any = t.shape
             if rows is None:  # x
@@ -134,107 +83,102 @@ def _key(operands: tuple, request: tuple) -> tuple | None:
     return tuple(key)
 
 
-# Where they begin in `records.OPERANDS`.
-_WEIGHTS, _ROWSCALES, _SCALARS = (OPERANDS.index(names[0]) for names in (WEIGHTS, ROWSCALES, SCALARS))
+class Plan:
+    # Of eager calls on kernels, see `prepare`.
+    run: Callable[[tuple], tuple]  # of the inputs that are there, the fields of Outputs, without what backward needs
+    trained: Training
 
+    def __init__(
+        self, given: tuple, norm: Norm, branch_norm: Norm, residual_scale: float, eps: float, dropout_p: float,
+        zero_centered_weight: bool, keeps_residual: bool, residual_in_fp32: bool, return_dropout_mask: bool,
+        return_statistics: bool, out_dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        """given: `records.OPERANDS`; keeps_residual: prenorm, or there is a buffer for it; the others as of `norm_fn`.
 
-def make_plan(given: tuple, wanted: tuple) -> Plan:
-    """given, wanted: `records.OPERANDS` and the fields of Request.
-
-    Raises:
-        ValueError, TypeError: as `norm_fn` documents, for all but buffers and seed.
-    """
-    operands, request = Inputs._make((*given, None)), Request(*wanted)
-    x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
-    name = function_name(request.norm)
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
-    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
-    check_input(name, x, dtypes)
-    check_weights(name, x, dtypes, **{field: getattr(operands, field) for field in WEIGHTS})
-    check_like_input(name, x, dtypes, residual=residual, x1=x1)
-    for field, kind in (("scalars", request.norm), ("branch_scalars", request.branch_norm)):
-        scalars, words = (kind.scalars,), f"({kind.scalars},), the learned scalars of {kind.name}"
-        check_operands(name, x, dtypes, (scalars,), lambda words=words: words, **{field: getattr(operands, field)})
-    if rowscale is not None or rowscale1 is not None:
-        rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
-        check_operands(
-            name, x, dtypes, (rows, flat), lambda: f"{tuple(rows)} or {flat}, one factor for each row of x {tuple(x.shape)}",
-            rowscale=rowscale, rowscale1=rowscale1,
+        Raises:
+            ValueError, TypeError: as `norm_fn` documents, for all but buffers and seed.
+        """
+        operands = Inputs._make((*given, None))
+        x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
+        self.name = name = function_name(norm)  # of the public function, for messages
+        # Whether the call goes through the kernels; else through `reference`.
+        self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
+        dtypes = KERNEL_DTYPES if self.kernels else REFERENCE_DTYPES
+        check_input(name, x, dtypes)
+        check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
+        check_operands(name, x, dtypes, (x.shape,), SHAPE_OF_X, residual=residual, x1=x1)
+        for field, kind in (("scalars", norm), ("branch_scalars", branch_norm)):
+            why = f", the learned scalars of {kind.name}"
+            check_operands(name, x, dtypes, ((kind.scalars,),), why, **{field: getattr(operands, field)})
+        if rowscale is not None or rowscale1 is not None:
+            rows, why = x.shape[:-1], ", one factor for each row of x {x}"
+            check_operands(name, x, dtypes, (rows, (rows.numel(),)), why, rowscale=rowscale, rowscale1=rowscale1)
+        if rowscale1 is not None and x1 is None:
+            raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
+        branch = branch_norm != Norm.none or operands.branch_weight is not None or operands.branch_bias is not None
+        if branch and x1 is not None:
+            raise ValueError(
+                f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
+            )
+        check_number(name, "residual_scale", residual_scale, "a finite number", lambda scale: abs(scale) < float("inf"))
+        check_dropout_p(name, "dropout_p", dropout_p)
+        check_eps(name, eps)
+        check_flags(
+            name, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32,
+            return_dropout_mask=return_dropout_mask, return_statistics=return_statistics,
         )  # fmt: skip
-    if rowscale1 is not None and x1 is None:
-        raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
-    branch = request.branch_norm != Norm.none or operands.branch_weight is not None or operands.branch_bias is not None
-    if branch and x1 is not None:
-        raise ValueError(
-            f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
+        if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
+            raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
+        out_dtype = x.dtype if out_dtype is None else out_dtype
+
+        residual_dtype = x.dtype
+        if residual is not None:
+            residual_dtype = residual.dtype
+        elif residual_in_fp32:
+            residual_dtype = torch.promote_types(x.dtype, torch.float32)
+        self.drops = drops = dropout_p > 0.0
+        adds = residual is not None or x1 is not None or drops or rowscale is not None or branch
+        # Nothing is added to x or changed in it.
+        self.r_is_x = not adds and residual_dtype == x.dtype
+        # Without a norm, y is r, which is written once if it has one dtype, and read by backward for the gradient of a weight
+        # only.
+        without_norm = norm == Norm.none and operands.weight is None and operands.bias is None
+        self.y_is_r = without_norm and not self.r_is_x and out_dtype == residual_dtype
+        self.returns_y1 = operands.weight1 is not None or operands.bias1 is not None
+        self.returns_masks, self.returns_statistics = bool(return_dropout_mask), bool(return_statistics)
+        self.returns_more = self.returns_y1 or self.returns_masks or self.returns_statistics  # than y and r
+        self.inference = Options(
+            eps=float(eps),
+            dropout_p=float(dropout_p),
+            norm=int(norm),
+            branch=branch,
+            branch_norm=int(branch_norm),
+            residual_scale=1.0 if residual is None else float(residual_scale),
+            zero_centered_weight=bool(zero_centered_weight),
+            out_dtype=out_dtype,
+            residual_dtype=residual_dtype,
+            store_residual=bool(keeps_residual) and not self.r_is_x and not self.y_is_r,
+            statistics=0,
+            branch_statistics=0,
+            return_mask=self.returns_masks and drops,
+            return_statistics=self.returns_statistics,
         )
-    check_residual_scale(name, request.residual_scale)
-    check_dropout_p(name, "dropout_p", request.dropout_p)
-    check_eps(name, request.eps)
-    check_flags(
-        name, zero_centered_weight=request.zero_centered_weight, residual_in_fp32=request.residual_in_fp32,
-        return_dropout_mask=request.return_dropout_mask, return_statistics=request.return_statistics,
-    )  # fmt: skip
-    out_dtype = request.out_dtype
-    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
-        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
+        # Backward normalises r again; where nothing was added it finds the same numbers in x.
+        reads_r = norm != Norm.none or operands.weight is not None or operands.weight1 is not None
+        self.training = self.inference._replace(store_residual=self.inference.store_residual or (adds and reads_r))
+        self.dtypes = (*dtypes_of(operands)[:-1], torch.int64 if drops else None)  # of Inputs
+        self.present = picker([*names_of(operands), *["seed"] * drops], Inputs._fields)  # the inputs that are there
 
-    residual_dtype = x.dtype
-    if residual is not None:
-        residual_dtype = residual.dtype
-    elif request.residual_in_fp32:
-        residual_dtype = torch.promote_types(x.dtype, torch.float32)
-    drops = request.dropout_p > 0.0
-    adds = residual is not None or x1 is not None or drops or rowscale is not None or branch
-    r_is_x = not adds and residual_dtype == x.dtype
-    inference = Options(
-        eps=float(request.eps),
-        dropout_p=float(request.dropout_p),
-        norm=int(request.norm),
-        branch=branch,
-        branch_norm=int(request.branch_norm),
-        residual_scale=1.0 if residual is None else float(request.residual_scale),
-        zero_centered_weight=bool(request.zero_centered_weight),
-        out_dtype=x.dtype if out_dtype is None else out_dtype,
-        residual_dtype=residual_dtype,
-        store_residual=bool(request.keeps_residual) and not r_is_x,
-        statistics=0,
-        branch_statistics=0,
-        return_mask=bool(request.return_dropout_mask) and drops,
-        return_statistics=bool(request.return_statistics),
-    )
-    # Without a norm, y is r, which is written once if it has one dtype, and read by backward for the gradient of a weight only.
-    y_is_r = request.norm == Norm.none and operands.weight is None and operands.bias is None and not r_is_x
-    reads_r = request.norm != Norm.none or operands.weight is not None or operands.weight1 is not None
-    y_is_r = y_is_r and inference.out_dtype == residual_dtype
-    if y_is_r:
-        inference = inference._replace(store_residual=False)
-    # Backward normalises r again; where nothing was added it finds the same numbers in x.
-    training = inference._replace(
-        store_residual=inference.store_residual or (adds and reads_r),
-        statistics=request.norm.statistics,
-        branch_statistics=request.branch_norm.statistics,
-    )
-    return Plan(
-        name=name,
-        kernels=kernels,
-        dtypes=(*dtypes_of(operands)[:-1], torch.int64 if drops else None),
-        present=picker([*names_of(operands), *["seed"] * drops], Inputs._fields),
-        run=_only_eager,
-        trained=None,
-        inference=inference,
-        training=training,
-        drops=drops,
-        returns_y1=operands.weight1 is not None or operands.bias1 is not None,
-        returns_masks=bool(request.return_dropout_mask),
-        returns_statistics=bool(request.return_statistics),
-        r_is_x=r_is_x,
-        y_is_r=y_is_r,
-    )
+    def prepare(self, inputs: Inputs) -> None:
+        """For eager calls on kernels with such inputs."""
 
+        def call(options: Options) -> Callable:
+            return operators.launches().forward_call(options, inputs.x.shape[-1], inputs.x.device, self.dtypes)
 
-def _only_eager(tensors: tuple) -> tuple:
-    raise AssertionError("only plans of eager calls on kernels start them")
+        run, training = call(self.inference), with_statistics(self.training)
+        fields = picker(Outputs._fields, [output.name for output in outputs_of(inputs, self.inference)])
+        self.run = lambda tensors: fields((*run(tensors), None))
+        self.trained = Training(call(training), training, self.dtypes, learned_scales(inputs))
 
 
 def forget() -> None:

@@ -79,45 +79,27 @@ class BackwardInputs(NamedTuple):
     seed: Tensor | None
 
 
-class BackwardOptions(NamedTuple):
-    dropout_p: float
-    norm: int
-    branch: bool
-    branch_norm: int
-    residual_scale: float
-    zero_centered_weight: bool
-    # Of each of Gradients, in the same order; None: not wanted.
-    dz_dtype: torch.dtype | None
-    dx_dtype: torch.dtype | None
-    dx1_dtype: torch.dtype | None
-    drowscale_dtype: torch.dtype | None
-    drowscale1_dtype: torch.dtype | None
-    dscalars_dtype: torch.dtype | None
-    dbranch_scalars_dtype: torch.dtype | None
-    dweight_dtype: torch.dtype | None
-    dbias_dtype: torch.dtype | None
-    dweight1_dtype: torch.dtype | None
-    dbias1_dtype: torch.dtype | None
-    dbranch_weight_dtype: torch.dtype | None
-    dbranch_bias_dtype: torch.dtype | None
-
-
 class Gradients(NamedTuple):
-    """Each has the dtype that BackwardOptions says."""
+    """The tensors, or where they are asked for their dtypes; None: not wanted."""
 
-    dz: Tensor | None  # shape of r; the gradient of the residual, and of every input that nothing scales
-    dx: Tensor | None  # shape of r
-    dx1: Tensor | None
-    drowscale: Tensor | None  # shape of rowscale
-    drowscale1: Tensor | None
-    dscalars: Tensor | None  # shape of scalars
-    dbranch_scalars: Tensor | None
-    dweight: Tensor | None  # (N,)
-    dbias: Tensor | None
-    dweight1: Tensor | None
-    dbias1: Tensor | None
-    dbranch_weight: Tensor | None
-    dbranch_bias: Tensor | None
+    dz: torch.dtype | None  # shape of r; the gradient of the residual, and of every input that nothing scales
+    dx: torch.dtype | None  # shape of r
+    dx1: torch.dtype | None
+    drowscale: torch.dtype | None  # shape of rowscale
+    drowscale1: torch.dtype | None
+    dscalars: torch.dtype | None  # shape of scalars
+    dbranch_scalars: torch.dtype | None
+    dweight: torch.dtype | None  # (N,), as are the others
+    dbias: torch.dtype | None
+    dweight1: torch.dtype | None
+    dbias1: torch.dtype | None
+    dbranch_weight: torch.dtype | None
+    dbranch_bias: torch.dtype | None
+
+
+class BackwardOptions(NamedTuple):
+    forward: Options
+    wanted: Gradients  # their dtypes
 
 
 # The inputs by their shapes: that of x, one element for each row of x, the scalars of a norm; those of WEIGHTS have (N,).
@@ -183,17 +165,22 @@ def outputs_of(inputs: Inputs, options: Options) -> list[Output]:
     return [output for is_asked, output in asked if is_asked]
 
 
-def empty_outputs(x: Tensor, outputs: Iterable[Output], rows: int) -> list[Tensor]:
+def empty_outputs(x: Tensor, outputs: Iterable[Output], rows: int, contiguous: bool = False) -> list[Tensor]:
+    """contiguous: x is known to be, which makes it cheaper."""
+    plain = x.dtype if contiguous else None
     return [
-        _empty(x, dtype) if numbers is None else x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
+        x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
+        if numbers is not None
+        else torch.empty_like(x)
+        if dtype is plain
+        else _empty(x, dtype)
         for _, dtype, numbers in outputs
     ]
 
 
 def gradients_of(options: BackwardOptions) -> dict[str, torch.dtype]:
     """The dtypes of those that are wanted, in the order of Gradients."""
-    dtypes = {name: getattr(options, f"{name}_dtype") for name in Gradients._fields}
-    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+    return {name: dtype for name, dtype in options.wanted._asdict().items() if dtype is not None}
 
 
 def shapes_of(gradients: Mapping[str, torch.dtype], inputs: Sequence[str]) -> list[tuple[int | None, torch.dtype]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
 # Without it, autograd records a kernel's operators once more, in a Function's forward, where it records nothing.
@@ -56,16 +56,19 @@ def is_eager(tensors: Iterable[Any]) -> bool:
 
 def is_plain(t: Any) -> bool:
     """A dense tensor or parameter. What is stored under z.conj().imag has the other sign; the dispatcher knows."""
-    return type(t) in _PLAIN and t.layout is _STRIDED and not t.is_neg()
+    return type(t) in PLAIN and t.layout is _STRIDED and not t.is_neg()
 
 
-def kinds_of(tensors: Iterable[Tensor]) -> tuple | None:
+def kinds_of(tensors: Iterable[Tensor | None]) -> tuple | None:
     """Device and dtype of each, or None where one is not plain. In one pass, as it is part of every eager backward."""
     kinds: list[Any] = []
     for t in tensors:
-        if not is_plain(t):
+        if t is None:
+            kinds.append(None)
+        elif type(t) in PLAIN and t.layout is _STRIDED and not t.is_neg():  # `is_plain`, without a call
+            kinds += t.device, t.dtype
+        else:
             return None
-        kinds += t.device, t.dtype
     return tuple(kinds)
 
 

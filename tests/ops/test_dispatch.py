@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 from ops import Norm, dropout_mask, launch, layer_norm_fn, layer_norm_linear_fn, norm_fn, operators, rms_norm_fn, seeded_dropout
-from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
+from ops.records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options
 
 from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outputs_and_gradients
 
@@ -53,7 +53,7 @@ def test_eager_code_operators_and_compiled_graphs_give_the_same_bits(case, devic
     with Seen() as seen:
         expected = outputs_and_gradients(norm_fn, inputs(case, device), case)
     assert seen.names == ["norm_forward", "norm_backward"]
-    for fn in (compiled(norm_fn, device), norm_fn):
+    for fn in (compiled(norm_fn, device), norm_fn, norm_fn):  # eagerly for the first time, and by a remembered plan
         found = outputs_and_gradients(fn, inputs(case, device), case)
         assert found.keys() == expected.keys()
         for name in expected:
@@ -111,10 +111,9 @@ def test_opcheck(name, device):
     seed, stats = torch.tensor([3], device=device), torch.rand(8, device=device)
     given = Inputs(**dict.fromkeys(Inputs._fields) | tensors | {"seed": seed})
     plain = Inputs(**dict.fromkeys(Inputs._fields) | {"x": given.residual})
-    dtypes = {f"d{name}_dtype": FP32 for name in ("z", *Inputs._fields) if getattr(given, name, seed) is not None}
-    dtypes = {field: dtypes.get(field) for field in BackwardOptions._fields if field.endswith("_dtype")}
-    dtypes |= {"dx_dtype": BF16, "dweight1_dtype": None}
-    how = BackwardOptions(**{field: getattr(HOW, field, None) for field in BackwardOptions._fields} | dtypes)
+    dtypes = {f"d{name}": FP32 for name in ("z", *Inputs._fields) if getattr(given, name, seed) is not None}
+    wanted = {field: dtypes.get(field) for field in Gradients._fields} | {"dx": BF16, "dweight1": None}
+    how = BackwardOptions(HOW, Gradients(**wanted))
     upstream = {"dy": given.x, "dy1": given.x1, "dr": given.residual, "r": given.residual, "stats": stats}
     backward = BackwardInputs(**{field: getattr(given, field, None) for field in BackwardInputs._fields} | upstream)
     calls = {

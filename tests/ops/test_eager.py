@@ -15,15 +15,10 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import ops
-from ops import launch, layer_norm_fn, norm_fn, operators, plan, rms_norm_fn, torch_state
+from ops import launch, layer_norm_fn, operators, plan, rms_norm_fn
 from ops.records import Inputs
 
-from . import cases
-from .cases import BF16, FP32, Seen, describe, equal, inputs, leaves, outputs_and_gradients, unaligned
-
-CASES = cases.pairwise(
-    **cases.OPTIONS | {"zero_centered": [False, True], "residual_in_fp32": [False, True], "out": [None, FP32]}
-)
+from .cases import BF16, Seen, equal, leaves, unaligned
 
 
 @pytest.fixture
@@ -65,21 +60,6 @@ def same_through_the_dispatcher(dispatched, run, *given, **options):
     return equal(found[0], found[1]) and equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("case", CASES, ids=describe)
-def test_the_bits_are_the_same(case, device, dispatched):
-    seed = torch.tensor([2**40 + 3], device=device)
-    found = []
-    for around in (Seen, nullcontext, nullcontext):
-        dispatched.clear()
-        with around():
-            found.append(outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed.clone()))
-        assert sorted(dispatched) == (["backward", "forward"] if around is Seen else [])
-    for other in found[1:]:
-        assert other.keys() == found[0].keys()
-        for name, t in found[0].items():
-            assert (other[name].dtype, other[name].shape) == (t.dtype, t.shape) and torch.equal(other[name], t), name
-
-
 @contextmanager
 def launch_hook():
     hook, hooks = (lambda metadata: None), launch.TRITON.knobs.runtime.launch_enter_hook
@@ -107,12 +87,6 @@ def test_other_states_give_the_same_bits(around, given):
     expected, _ = site(*given), step(given)
     with around():
         assert equal(site(*given), expected)
-
-
-def test_without_the_private_names_of_torch_all_goes_through_the_dispatcher(given, dispatched, monkeypatch):
-    expected = step(given)
-    monkeypatch.setattr(torch_state, "_KNOWN", False)
-    assert equal(step(given), expected) and dispatched == ["forward", "backward"]
 
 
 OTHERS = {
@@ -163,7 +137,7 @@ def test_a_new_number_of_rows_makes_nothing_new(device):
     plans, calls = len(plan._plans), launch.forward_call.cache_info().misses
     for rows in range(1, 1001):
         x = torch.rand(rows, 16, device=device)
-        if rows % 100 == 0:
+        if rows < 4:
             assert equal((rms_norm_fn(x, w, None),), (torch.cat([rms_norm_fn(row, w, None)[None] for row in x]),))
         operands = Inputs(x, *[None] * (len(Inputs._fields) - 1))._replace(weight=w)[:-1]
         plan.plan_of(operands, (ops.Norm.rmsnorm, ops.Norm.none, 1.0, 1e-6, 0.0, False, False, False, False, False, None))
@@ -176,13 +150,6 @@ def test_plans_do_not_fill_memory_and_the_least_recently_used_goes_first(device,
     for n in (16, 24, 16, 32):
         rms_norm_fn(x[n], None, None)
     assert [(16,) in key for key in plan._plans] == [True, False] and (32,) in [*plan._plans][1]
-
-
-def test_an_operator_without_autograd_code_warns_each_time_that_gradients_are_asked_for(given):
-    run = torch.fx.Interpreter(make_fx(lambda *given: site(*given))(*[t.detach() for t in given])).run
-    for _ in range(3):
-        with pytest.warns(UserWarning, match="autograd kernel was not registered"):
-            run(*given)[0].sum().backward()
 
 
 def test_transforms_and_graph_capture_see_operators(given):
@@ -256,15 +223,6 @@ def test_unaligned_inputs_and_seeds_give_the_same_bits(given, dispatched):
         moved = [unaligned(t.detach()).requires_grad_() for t in given]
         assert equal(step(moved, dropout_p=0.5, seed=seed), aligned)
         assert same_through_the_dispatcher(dispatched, step, moved, dropout_p=0.5, seed=seed)
-
-
-def test_launches_do_not_depend_on_the_default_dtype(given):
-    expected = step(given)
-    torch.set_default_dtype(BF16)
-    try:
-        assert equal(step(given), expected)
-    finally:
-        torch.set_default_dtype(FP32)
 
 
 def test_seeds_are_drawn_anew_and_follow_the_generator(given):

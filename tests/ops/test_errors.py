@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 import torch
 
-from ops import LayerNorm, Norm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn, seeded_dropout
+from ops import LayerNorm, Norm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn
 
 from .cases import BF16, FP32, shapes
 
@@ -24,26 +24,14 @@ BUFFERS = ("out", "residual_out")
         (lambda: layer_norm_fn(X.int(), W, None), "layer_norm_fn: x is int32 on cpu, accepted there: float32, bfloat16, float16"),
         (lambda: layer_norm_fn(X, torch.ones(512), None), "weight has shape (512,), expected (8,) to match the last dimension of x (4, 6, 8)"),
         (lambda: layer_norm_fn(X, W, None, X[0]), "residual has shape (6, 8), expected (4, 6, 8), the shape of x"),
-        (lambda: layer_norm_fn(X, W, None, X.to("meta")), "residual is on meta, expected cpu, the device of x"),
         (lambda: layer_norm_fn(X, W, None, rowscale=torch.ones(6)), "rowscale has shape (6,), expected (4, 6) or (24,), one factor for each row"),
-        (lambda: layer_norm_fn(X, W, None, rowscale1=torch.ones(4, 6)), "rowscale1 was given without x1"),
         (lambda: layer_norm_fn(X, W, None, dropout_p=1.0), "layer_norm_fn: dropout_p must be in [0, 1), got 1.0"),
         (lambda: layer_norm_fn(X, W, None, seed=torch.zeros(2).long()), "seed must be an int or a one-element int64 tensor, got (2,)"),
-        (lambda: layer_norm_fn(X, W, None, out_dtype=torch.int8), "out_dtype is torch.int8, accepted on cpu"),
-        (lambda: layer_norm_fn(X, W, None, out=X.bfloat16(), out_dtype=torch.float16), "out is bfloat16 on cpu, accepted there: float16"),
         (lambda: layer_norm_fn(X, W, None, out=X.mT.contiguous().mT), "out must be contiguous, got strides (48, 1, 6)"),
-        (lambda: layer_norm_fn(X, W, None, out=X.clone().requires_grad_()), "out is a leaf that requires a gradient"),
-        (lambda: layer_norm_fn(X, W, None, out=(b := X.clone()), residual_out=b), "out and residual_out are the same tensor"),
         (lambda: layer_norm_fn(X, W, None, out=(b := torch.empty(6, 6, 8))[:4], residual_out=b[2:]), "or share memory"),
-        (lambda: layer_norm_fn(X, W, None, eps=None), "eps must be a number of 0 or more, got None"),
-        (lambda: seeded_dropout(X, 0.5, None), "seeded_dropout: seed must be an int or a one-element int64 tensor, got NoneType"),
         (lambda: dropout_mask(0, 4, 8, 0.5, stream=-1), "dropout_mask: stream must be 0 (what x drops), 1"),
         (lambda: layer_norm_linear_fn(X, torch.ones(7), None, torch.ones(4, 8), None), "layer_norm_linear_fn: norm_weight has shape (7,)"),
-        (lambda: layer_norm_linear_fn(X, W, None, torch.ones(4, 8), torch.ones(9)), "linear_bias has shape (9,), expected (4,)"),
-        (lambda: layer_norm_linear_fn(X, W, None, torch.ones(4, 8).int(), None), "layer_norm_linear_fn: linear_weight is int32 on cpu"),
-        (lambda: seeded_dropout(X, 1.5, 0), "seeded_dropout: p must be in [0, 1), got 1.5"),
-        (lambda: dropout_mask(0, -1, 8, 0.5), "dropout_mask: rows must be an int of 0 or more, got -1"),
-        (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (K, 8)"),
+        (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (3, 8) to match the last dimension of x"),
         (lambda: norm_fn("batchnorm", X), f"norm_fn: norm is 'batchnorm', accepted: {', '.join(norm.name for norm in Norm)}"),
         (lambda: LayerNorm(8, dropout_p=2), "LayerNorm: dropout_p must be in [0, 1), got 2"),
     ],

@@ -8,11 +8,13 @@ import sys
 from .cases import KERNELS
 from .offline import OTHER_ROWS, chosen_cases, describe
 
+WIDTHS = [2304, 12288, 32768]  # of every kind of tile
+
 
 def test_what_every_launch_of_the_cases_is_compiled_to():
     """One test, as it looks at one run of the program."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.offline", "--json"]
+    command = [sys.executable, "-m", "tests.ops.offline", "--json", "--width", *map(str, WIDTHS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     launches = [json.loads(line) for line in done.stdout.splitlines()]
@@ -20,7 +22,7 @@ def test_what_every_launch_of_the_cases_is_compiled_to():
     # Both directions compile, also looped and cooperative ones.
     assert [launch for launch in launches if "error" in launch] == []
     found = {(launch["case"], launch["kernel"]) for launch in launches}
-    assert {(describe(case), kernel) for case in chosen_cases(False, []) for kernel in KERNELS[:2]} <= found
+    assert {(describe(case), kernel) for case in chosen_cases(False, WIDTHS) for kernel in KERNELS[:2]} <= found
     assert any(launch["tile"] and launch["tile"]["looped"] for launch in launches)
     assert any(launch["cooperative"] for launch in launches)
 

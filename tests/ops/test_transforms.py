@@ -1,15 +1,12 @@
 """Derivatives beyond one backward, torch.func, torch.export, and devices that have no kernels."""
 
-import io
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from ops import RMSNorm, kernels, layer_norm_fn, layer_norm_linear_fn, replace_norms, rms_norm_fn, seeded_dropout
+from ops import kernels, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn, seeded_dropout
 
 from .cases import leaves
 
@@ -90,25 +87,3 @@ def test_the_reference_has_gradients_of_gradients(monkeypatch):
     assert torch.autograd.gradgradcheck(site, (x, w, scale))
     batch = torch.stack([x, 2 * x])  # and is mapped over a batch
     torch.testing.assert_close(torch.vmap(lambda x: site(x, w, scale)[1])(batch)[1], site(2 * x, w, scale)[1])
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.last = RMSNorm(N, dropout_p=0.5), nn.LayerNorm(N)
-
-    def forward(self, x):
-        y, r = self.norm(2 * x, x, prenorm=True)
-        return self.last(y) + r
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_model_with_the_norms_can_be_exported_saved_and_loaded(strict, x):
-    model = Model().to(x.device).eval()
-    replace_norms(model, verbose=False)
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},), strict=strict)
-    file = io.BytesIO()
-    torch.export.save(exported, file)
-    file.seek(0)
-    for program, rows in product((exported, torch.export.load(file)), (x, torch.cat([x, x]))):
-        torch.testing.assert_close(program.module()(rows), model(rows))

@@ -1,9 +1,12 @@
-"""Calls made at random.
+"""Calls made at random, right ones and wrong ones.
 
     python -m tests.ops.fuzz --minutes 5 --seed 0         on the GPU if there is one; without, on the PyTorch reference
+    python -m tests.ops.fuzz --seed 0 --only 1234         one call again
+    python -m tests.ops.fuzz --seed 0 --calls 5000        the first 5000 again: which calls they are, the seed says alone
 
-In a call some arguments are not what they should be: another shape, dtype, device, layout or type, a number out of range. Every
-call must work, forward and backward, or raise a ValueError or TypeError that names the argument.
+`random_call` draws a call of a public function in which some arguments are not what they should be: another shape, dtype,
+device, layout or type, a number out of range. Every call must work, forward and backward, or raise a ValueError or TypeError
+that names the argument. `random_case` draws a right call, whose results must be as near to the reference in fp64 as PyTorch's.
 """
 
 import argparse
@@ -11,8 +14,10 @@ import inspect
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -21,7 +26,8 @@ from torch import Tensor
 
 import ops
 
-from .cases import BF16, FP16, FP32, unaligned
+from .cases import BF16, FP16, FP32, OPTIONS, Case, oracle, ours, pytorch, unaligned
+from .cases import inputs as case_inputs
 
 DTYPES = (FP32, BF16, FP16)
 NOT_TENSORS = (None, 0, 1.5, "x", [1.0], (), object())
@@ -31,6 +37,12 @@ FUNCTIONS = (
     ops.LayerNorm, ops.RMSNorm,
 )  # fmt: skip
 ALWAYS = ("norm", "x", "weight", "bias", "norm_weight", "norm_bias", "linear_weight", "linear_bias")
+
+
+class Outcome(StrEnum):
+    worked = "worked"  # of a right call also: it is as accurate as PyTorch
+    refused = "refused"  # by an error that names the argument
+    wrong = "wrong"
 
 
 @dataclass
@@ -130,53 +142,118 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def problem(call: Call) -> str | None:
-    """What is wrong with how the call went. An error that names an argument is right."""
+def tried(call: Call) -> tuple[Outcome, str]:
+    """How the call went, and what is wrong with that."""
     try:
         result = call.function(**call.arguments)
+        if isinstance(result, torch.nn.Module):
+            return Outcome.worked, ""
     except (ValueError, TypeError) as error:
-        names = inspect.signature(call.function).parameters
-        return None if any(name in str(error) for name in names) else f"{type(error).__name__} that names no argument: {error}"
+        if any(name in str(error) for name in inspect.signature(call.function).parameters):
+            return Outcome.refused, ""
+        return Outcome.wrong, f"{type(error).__name__} that names no argument: {error}"
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return Outcome.wrong, f"{type(error).__name__}: {error}"
     try:
         outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
         total = sum(t.float().sum() for t in outputs if t.requires_grad)
         if isinstance(total, Tensor):
             total.backward()
+        for name, value in call.arguments.items():
+            if isinstance(value, Tensor) and value.is_leaf and value.grad is not None and value.grad.shape != value.shape:
+                return Outcome.wrong, f"the gradient of {name} has shape {tuple(value.grad.shape)}"
     except Exception as error:
-        return f"backward: {type(error).__name__}: {error}"
-    for name, value in call.arguments.items():
-        if isinstance(value, Tensor) and value.is_leaf and value.grad is not None and value.grad.shape != value.shape:
-            return f"the gradient of {name} has shape {tuple(value.grad.shape)}"
+        return Outcome.wrong, f"backward: {type(error).__name__}: {error}"
+    return Outcome.worked, ""
+
+
+def random_case(draw: random.Random, device: torch.device) -> Case:
+    options: dict[str, Any] = OPTIONS | dict.fromkeys(("residual", "weight", "out"), (None, *DTYPES))
+    options |= {"x": DTYPES, "x1": (None, None, *DTYPES), "dropout_p": (0.0, 0.0, 0.1, 0.5)}
+    options |= dict.fromkeys(("zero_centered", "residual_in_fp32"), (False, True))
+    options |= {"m": (1, 2, 5, 33, 300), "n": (4, 16, 40, 128, 255, 768, 1024, 2304, 4100, 12_288, 16_392)}
+    if device.type == "cpu":  # the interpreter is slow
+        options |= {"m": (1, 2, 5, 9), "n": (4, 16, 40, 128, 150, 255)}
+    return Case(**{name: draw.choice(values) for name, values in options.items()})
+
+
+def inaccuracy(case: Case, device: torch.device, layouts: dict[str, str]) -> str | None:
+    """What of a right call is farther from fp64 than twice what PyTorch's operations are, and a little.
+
+    The little: a unit in its last place, and what chance does to the rounding of few numbers. Left out is drowscale of rows
+    whose factor is next to nothing: a norm divides by it, so that two such rows carry the whole error, and PyTorch's is luck.
+    """
+    tensors = {}
+    for name, t in case_inputs(case, device).items():
+        tensors[name] = LAYOUTS[layouts.get(name, "contiguous")](t.detach()).requires_grad_(t.requires_grad)
+    exact, mine, theirs = oracle(tensors, case), ours(tensors, case), pytorch(tensors, case)
+    coarsest = max(torch.finfo(t.dtype).eps for t in (*tensors.values(), *mine.values()))
+    for name in exact:
+        if mine[name].dtype != theirs[name].dtype:
+            return f"{name} is {mine[name].dtype}, expected {theirs[name].dtype}"
+        expected, *found = (results[name].detach().double() for results in (exact, mine, theirs))
+        if "rowscale" in name:
+            judged = tensors[name.removeprefix("d")].abs() > 0.2
+            expected, *found = (t.flatten()[judged] for t in (expected, *found))
+            if not judged.any():
+                continue
+        # A gradient may be a small difference of large numbers: beside the upstream gradient, about 1, and drowscale, which
+        # a norm makes next to nothing, beside a sum of N such.
+        natural = (0.3 * math.sqrt(case.n) if "rowscale" in name else 0.1) * math.sqrt(expected.numel())
+        scale = max(expected.norm().item(), natural)
+        error, allowed = ((t - expected).norm().item() / scale for t in found)
+        chance = 4 * coarsest / math.sqrt(expected.numel())
+        if not error <= 2 * allowed + torch.finfo(mine[name].dtype).eps + chance:
+            return f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"
     return None
 
 
-def wrong(seed: int, number: int, device: torch.device) -> str | None:
-    """Call `number` and what is wrong with how it went."""
-    torch.manual_seed(number)
-    call = random_call(random.Random(f"{seed}:{number}"), device)
-    found = problem(call)
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # so that what a kernel does to memory is told of its own call
-    return found and f"#{number} {call}\n    {found}"
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0, help="start no call after them (%(default)s)")
+    parser.add_argument("--calls", type=int, help="so many calls, however long they take")
     parser.add_argument("--seed", type=int, default=0, help="of all calls (%(default)s)")
-    options = parser.parse_args()
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="the number of a call to make again")
+    options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.only is not None:
+        outcome, what = attempt(options.seed, options.only, device)
+        print(f"{outcome}: {what}")
+        raise SystemExit(outcome is Outcome.wrong)
     print(f"{ops.backend_for(device)} on {device}, seed {options.seed}")
-    end, number, mistakes = time.monotonic() + 60 * options.minutes, 0, 0
-    while time.monotonic() < end:
-        if found := wrong(options.seed, number, device):
-            mistakes += 1
-            print(found, flush=True)
+    counts: Counter[Outcome] = Counter()
+    number, end = 0, time.monotonic() + 60 * options.minutes
+    while number < options.calls if options.calls is not None else time.monotonic() < end:
+        outcome, what = attempt(options.seed, number, device)
+        counts[outcome] += 1
+        if outcome is Outcome.wrong:
+            print(f"#{number} {what}", flush=True)
         number += 1
-    print(f"{number:,} calls, {mistakes:,} wrong")
-    raise SystemExit(mistakes > 0)
+
+    print(f"{number:,} calls: {', '.join(f'{counts[outcome]:,} {outcome}' for outcome in Outcome)}")
+    raise SystemExit(counts[Outcome.wrong] > 0)
+
+
+def attempt(seed: int, number: int, device: torch.device) -> tuple[Outcome, str]:
+    """How call `number` went, and the call and what was wrong with it.
+
+    Every fourth is a right one, compared with the reference.
+    """
+    draw = random.Random(f"{seed}:{number}")
+    torch.manual_seed(number)
+    if number % 4:
+        call = random_call(draw, device)
+        outcome, problem = tried(call)
+        what = str(call)
+    else:
+        case = random_case(draw, device)
+        layouts = {name: draw.choice([*LAYOUTS]) for name in ("x", "residual", "x1")}
+        problem = inaccuracy(case, device, layouts) or ""
+        outcome = Outcome.wrong if problem else Outcome.worked
+        what = f"{case} {layouts}"
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # so that what a kernel does to memory is told of its own call
+    return outcome, f"{what}\n    {problem}" if problem else what
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_
         checks.check_number(name, "softcap", softcap, "a finite number above 0, or None for none", lambda c: 0.0 < c < math.inf)
     checks.check_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
     checks.check_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
-    return LossOptions(ignore_index, REDUCTIONS[reduction], float(softcap or 0.0), float(z_loss), float(label_smoothing))
+    return LossOptions(REDUCTIONS[reduction], ignore_index, float(softcap or 0.0), float(z_loss), float(label_smoothing))
 
 
 def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:
@@ -183,7 +183,7 @@ def known_to_inductor(*ops: Any) -> None:
 # ---- operators ---------------------------------------------------------------------------------------------------------------
 
 launches = partial(operators.launches, "cross_entropy_launch")
-OPTIONS = "int ignore_index, int reduction, float softcap, float z_loss, float label_smoothing"
+OPTIONS = "int reduction, int ignore_index, float softcap, float z_loss, float label_smoothing"
 
 
 def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,7 +194,7 @@ def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Te
     return total, stats, scale
 
 
-def _forward_fake(logits: Tensor, targets: Tensor, ignore_index: int, reduction: int, *_: Any) -> tuple[Tensor, ...]:
+def _forward_fake(logits: Tensor, targets: Tensor, reduction: int, *_: Any) -> tuple[Tensor, ...]:
     known_to_inductor(cross_entropy_op, cross_entropy_forward, cross_entropy_backward)
     M = logits.shape[0]
     shapes = ((M,) if reduction == NONE else (), (M, 2), (int(reduction == MEAN),))
@@ -300,7 +300,7 @@ def _linear(
 
 def _linear_fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, dtype: torch.dtype, needs_hidden: bool, needs_weight: bool,
-    ignore_index: int, reduction: int, *_: Any,
+    reduction: int, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     known_to_inductor(linear_op, linear_forward)
     wide = torch.promote_types(dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones

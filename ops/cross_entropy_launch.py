@@ -83,7 +83,7 @@ def gradient(
     p = Pointers(dense(logits), out, targets, stats=stats, scale=scale, dloss=dloss)
     how, strides = _variant(p, options, tile)
     groups = -(-(V + (how.VECTOR - 1 if how.SHIFTED else 0)) // (tile.group * tile.block))
-    numbers = (*strides, *_numbers(options), dloss.dim() > 0, how)
+    numbers = (*strides, *options[1:], dloss.dim() > 0, how)
     _start(kernels.cross_entropy_gradient_kernel, M * groups, p, *numbers, num_warps=tile.warps)
 
 
@@ -131,7 +131,7 @@ def _losses(p: Pointers, options: LossOptions, tile_of: Callable[[int, int], Los
     how, strides = _variant(p, options, tile)
     registers = REGISTERS // (32 * tile.warps * max(1, tile.programs_per_sm)) // 8 * 8
     _start(
-        kernels.cross_entropy_kernel, M, p, *strides, *_numbers(options), how,
+        kernels.cross_entropy_kernel, M, p, *strides, *options[1:], how,
         num_warps=tile.warps, maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
         **({} if INTERPRET else {"debug": True, "sanitize_overflow": False}),  # for the check of the targets
     )  # fmt: skip
@@ -168,10 +168,6 @@ def _variant(p: Pointers, options: LossOptions, tile: LossTile) -> tuple[kernels
         GRADIENT=out is not None, SOFTCAP=options.softcap > 0, SMOOTHING=options.label_smoothing > 0,
     )  # fmt: skip
     return how, (strides[0] // unit, strides[1] // unit)
-
-
-def _numbers(options: LossOptions) -> tuple[int, float, float, float]:
-    return options.ignore_index, options.softcap, options.z_loss, options.label_smoothing
 
 
 def _line(M: int) -> tuple[int, int]:

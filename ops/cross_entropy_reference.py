@@ -16,8 +16,8 @@ REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 class LossOptions(NamedTuple):
     """The options of `cross_entropy_fn`, as operators take them."""
 
-    ignore_index: int
     reduction: int
+    ignore_index: int
     softcap: float  # 0: none
     z_loss: float
     label_smoothing: float

@@ -220,9 +220,3 @@ def _variant(call: Call, tile: Tile, layout: Layout, **more: Any) -> Variant:
 def _launcher(kernel: Any, record: type, call: Call, tile: Tile, **more: Any) -> Launcher:
     early = device_facts(call.device).since_sm_90 or None
     return Launcher(kernel, record, call.device, num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=early, **more)
-
-
-def forget() -> None:
-    """Drops what was worked out for calls so far; for tests, which change what it was made of."""
-    for cached in (forward_kernel, backward_kernels):
-        cached.cache_clear()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import library
 
 from ops import cross_entropy, cross_entropy_fn, cross_entropy_launch, linear_cross_entropy_fn
 from ops.cross_entropy_launch import LossTile, loss_tile, streaming_tile
@@ -200,23 +199,6 @@ def test_in_place_gradients_add_up_over_micro_batches_and_with_a_scaled_loss(dev
     close(leaf.grad, gradient, FP32)
 
 
-def test_without_in_place_a_graph_serves_twice_but_can_not_be_differentiated_twice(device):
-    leaf, targets = example(device, (4, 32), FP32)
-    loss = cross_entropy_fn(leaf.requires_grad_(), targets)
-    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    (gradient,) = torch.autograd.grad(3 * loss, leaf, create_graph=True)
-    torch.testing.assert_close(3 * first, gradient)
-    with pytest.raises(RuntimeError, match="cross_entropy_fn: its gradients can't be differentiated again"):
-        gradient.sum().backward()
-
-
-def test_torch_func_has_the_hessian(device):
-    logits, targets = example(device, (4, 32), FP32)
-    found = torch.func.hessian(lambda x: cross_entropy_fn(x, targets[1:2]))(logits[1:2])
-    p = logits[1].softmax(-1)
-    torch.testing.assert_close(found.view(32, 32), p.diag() - p[:, None] * p, rtol=1e-4, atol=1e-6)
-
-
 # ---- errors ------------------------------------------------------------------------------------------------------------------
 
 X, T = torch.randn(4, 6, 8), torch.zeros(4, 6, dtype=torch.int64)
@@ -272,29 +254,6 @@ def test_the_product_computes_only_gradients_that_are_asked_for(device):
     assert not plain.requires_grad and plain == frozen
     first, second = (torch.autograd.grad(frozen, hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
-
-
-# ---- dispatch ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", [cross_entropy_fn, lambda x, t: linear_cross_entropy_fn(x, x[:7] * 2, t % 7, chunks=2)])
-def test_compiled_graphs_hold_the_operators_and_give_the_same_bits(device, call):
-    torch._dynamo.reset()
-    logits, targets = example(device, (8, 32), FP32)
-    found = []
-    for fn in (call, torch.compile(call, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")):
-        leaf = logits.clone().requires_grad_()
-        loss = fn(leaf, targets.clamp(min=0))
-        (2 * loss).backward()
-        found.append((loss.detach(), leaf.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_opcheck(device):
-    logits, targets = example(device, (4, 32), FP32)
-    weight, options = torch.randn(8, 32, device=device, requires_grad=True), (-100, 1, 0.0, 0.0, 0.0)
-    library.opcheck(cross_entropy.cross_entropy_op, (logits.clone().requires_grad_(), targets, *options))
-    library.opcheck(cross_entropy.linear_op, (logits, weight, targets.clamp(max=7), 2, FP32, False, False, *options))
 
 
 def test_no_rows(device):

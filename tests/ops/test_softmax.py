@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import library
 
-from ops import log_softmax_fn, softmax, softmax_fn, softmax_launch
+from ops import log_softmax_fn, softmax_fn, softmax_launch
 from ops.softmax_launch import SoftmaxTile, softmax_tile
 
 from .cases import BF16, FP16, FP32, covering
@@ -104,33 +103,10 @@ def test_errors(arguments, message):
         assert message in str(error.value)
 
 
-def test_second_order_raises_but_in_torch_func(device):
-    x = torch.randn(2, 5, device=device, requires_grad=True)
-    (gradient,) = torch.autograd.grad(softmax_fn(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="softmax_fn: its gradients can't be differentiated again"):
-        gradient.sum().backward()
-    found, expected = (
-        torch.func.hessian(lambda x, f=f: f(x).square().sum())(x.detach()) for f in (softmax_fn, lambda x: x.softmax(-1))
-    )
-    torch.testing.assert_close(found, expected)
-
-
-def test_compiled_it_gives_the_same_bits(device):
-    torch._dynamo.reset()
-    mask, fn = torch.randn(1, 24, device=device), log_softmax_fn
-    results = []
-    for call in (fn, torch.compile(fn, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")):
-        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
-        y = call(x, 0.5, mask)
-        y.backward(y.detach() * 2)
-        results.append((y.detach(), x.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_opcheck_and_no_rows(device):
-    x = torch.randn(3, 24, device=device, requires_grad=True)
-    library.opcheck(softmax.softmax_op, (x, torch.ones(24, dtype=torch.bool, device=device), 2.0, False))
-    assert softmax_fn(x[:0], 1.0, torch.ones(0, 1, device=device)).shape == (0, 24)
+def test_no_rows(device):
+    x = torch.randn(0, 24, device=device, requires_grad=True)
+    softmax_fn(x, 1.0, torch.ones(0, 1, device=device)).sum().backward()
+    assert x.grad.shape == (0, 24)
 
 
 def test_tiles_hold_whole_rows_of_every_width():

@@ -106,11 +106,12 @@ def backward(upstream: Sequence, inputs: Inputs, options: Options, wanted: tuple
     start, add_up, how, rows_of_tile, most = backward_kernels(call, layout, wanted)
     (q_parts, q_shared), (k_parts, k_shared) = call.parts
     q_programs, k_programs = (B * -(-T * shared // rows_of_tile) for shared in (q_shared, k_shared))
+    sums = (wanted[0] or wanted[2]) + (wanted[1] or wanted[3])
     if most:
         # As many for each part as its share of the tiles, so that all end at the same time.
         share = most / max(1, q_parts * q_programs + k_parts * k_programs)
         q_programs, k_programs = (min(n, max(1, round(n * share))) for n in (q_programs, k_programs))
-    programs, sums = q_parts * q_programs + k_parts * k_programs, sum(how.WANTED)
+    programs = q_parts * q_programs + k_parts * k_programs
     gradients = empty_gradients(upstream, inputs, options, wanted)
     if programs == 0:
         return [gradient.zero_() for gradient in gradients]
@@ -150,24 +151,20 @@ class Layout(NamedTuple):
     wide: tuple[int, ...]  # the others, where one takes more than 32 bits
 
 
-class Irregular(Exception):
-    """No three numbers tell where the rows of a tensor lie."""
-
-
-def laid_out(rows: tuple[Tensor | None, ...], tokens: int, D: int) -> tuple[tuple, tuple]:
-    """The tensors with rows, made contiguous where their rows lie irregularly; then sequences, tokens in each, the distances of
-    sequences and tokens over `Layout.unit`, zeros for an absent tensor, and the layout.
+def laid_out(rows: tuple[Tensor | None, ...], tokens: int, D: int) -> tuple[tuple, tuple[int, int, list[int], Layout]]:
+    """The tensors with rows, made contiguous where no three numbers tell where their rows lie; then sequences, tokens in each,
+    the distances of sequences and tokens over `Layout.unit`, zeros for an absent tensor, and the layout.
 
     tokens: the dimension of tokens, behind which a tensor has heads and features, or both side by side in one dimension.
     """
-    try:
-        return rows, _found(tuple([None if t is None else (t.shape, t.stride()) for t in rows]), tokens, D)
-    except Irregular:
+    found = _found(tuple([None if t is None else (t.shape, t.stride()) for t in rows]), tokens, D)
+    if found is None:
         return laid_out(tuple([None if t is None else t.contiguous() for t in rows]), tokens, D)
+    return rows, found
 
 
 @lru_cache(maxsize=1024)
-def _found(where: tuple, tokens: int, D: int) -> tuple[int, int, list[int], Layout]:
+def _found(where: tuple, tokens: int, D: int) -> tuple[int, int, list[int], Layout] | None:
     strides: list[int] = []
     head_strides: list[int] = []
     for at in where:
@@ -176,7 +173,7 @@ def _found(where: tuple, tokens: int, D: int) -> tuple[int, int, list[int], Layo
             shape, distances = at
             leading = [(n, stride) for n, stride in zip(shape[:tokens], distances[:tokens], strict=True) if n != 1]
             if distances[-1] != 1 or any(outer != n * inner for (_, outer), (n, inner) in pairwise(leading)):
-                raise Irregular
+                return None
             batch = leading[-1][1] if leading else 0
             token = distances[tokens] if shape[tokens] != 1 else 0
             head = distances[-2] if len(shape) == tokens + 3 else D

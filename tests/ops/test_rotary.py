@@ -158,8 +158,7 @@ def test_any_tile_gives_the_same(tile, device, monkeypatch):
     for name in ("forward_tile", "backward_tile"):
         monkeypatch.setattr(rotary_launch, name, lambda *_, **__: tile)
     for case in (Case("layernorm", bias=True, D=20), Case("rmsnorm", (6, 3), per_head=True), Case(None, packed=False)):
-        tensors = inputs(replace(case, tokens=(2, 19)), device)
-        tensors |= {name: tensors[name][:1].expand(19, -1).contiguous() for name in ("cos", "sin")}
+        tensors = inputs(replace(case, tokens=(2, 11)), device)
         check(results(call, case, tensors), case, tensors)
 
 
@@ -293,37 +292,14 @@ def test_without_a_norm_the_projection_is_not_kept_for_backward(device):
     assert kept.count(tensors["qkv"].shape) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads": 4}, r"qkv has shape \(2, 5, 80\), expected \(\.\.\., T, \(4 \+ 2·1\)·D\)"),
-        ({"cos": None}, r"cos and sin are a pair"),
-        ({"sin": torch.zeros(4, 8)}, r"sin \(4, 8\), expected \(5 or more, R/2\) for both"),
-        ({"cos": torch.zeros(11, 8, requires_grad=True)}, r"cos and sin get no gradient"),
-        ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions has shape \(3,\), expected \(2, 5\) or what expands"),
-        ({"norm": None}, r"q_weight was given without a norm"),
-        ({"k_weight": torch.zeros(1, 16)}, r"q_weight has shape \(16,\), expected \(16,\), or \(3, 16\) where all weights"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_runs(change, message, device):
-    given = {**inputs(Case(), device), "heads": 3, "kv_heads": 1, "norm": "rmsnorm"}
-    moved = {name: t.to(device) if isinstance(t, Tensor) and t.device.type == "cpu" else t for name, t in change.items()}
-    with pytest.raises(ValueError, match=f"rotary_qkv_fn: .*{message}"):
-        rotary_qkv_fn(**given | moved)
-    q = torch.zeros(2, 5, 3, 16, device=device)
-    with pytest.raises(ValueError, match=r"rotary_qk_fn: k has shape .* but for the number of heads"):
-        rotary_qk_fn(q, q[:, :4], None, None)
-
-
 # ---- on a GPU ---------------------------------------------------------------------------------------------------------------
 
 LARGE = [
     Case("rmsnorm", heads=(12, 12), D=64, dtype=BF16, tokens=(4, 1000)),
     Case("layernorm", heads=(32, 8), D=128, dtype=BF16, tokens=(4, 1000), bias=True),
-    Case("rmsnorm", heads=(8, 4), D=256, dtype=FP16, tokens=(3, 333), part=0.25),
     Case(None, heads=(7, 7), D=80, dtype=BF16, tokens=(3, 333), part=0.4),
     Case("rmsnorm", heads=(12, 3), D=112, dtype=BF16, tokens=(2, 777), interleaved=True, per_head=True),
-    Case("layernorm", heads=(5, 1), D=100, dtype=FP32, tokens=(2, 777)),
+    Case("layernorm", heads=(5, 1), D=100, dtype=FP16, tokens=(2, 777)),
 ]
 
 

@@ -190,10 +190,12 @@ def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.
         raise ValueError(f"{name}: cos and sin are a pair, and positions are their rows; give both, or none of the three")
     per_head = any(t is not None and t.dim() == 2 for t in weights)
     for argument, t in zip(Inputs._fields[5:], weights, strict=True):
-        if t is not None and options.norm < 0:
+        if t is None:
+            continue
+        if options.norm < 0:
             raise ValueError(f"{name}: {argument} was given without a norm; pass norm, or leave it out")
         by_head = (options.heads if argument[0] == "q" else options.kv_heads, D)
-        if t is not None and t.shape != (by_head if per_head else (D,)):
+        if t.shape != (by_head if per_head else (D,)):
             both = f"({D},), or {by_head} where all weights and biases are by head"
             raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {both}")
     if positions is None or positions.shape == tokens:

@@ -1,4 +1,4 @@
-"""Norm and rotary positions of queries and keys in one kernel each way: the public functions, their reference, the operators.
+"""Norm and rotary positions of queries and keys in one kernel each way: the public functions, their checks, the reference.
 
     x̂ = x normalised over the D features of a head          norm: none, layernorm, rmsnorm
     y = x̂ · (weight + offset) + bias
@@ -7,48 +7,20 @@
 Su et al. 2021, arXiv:2104.09864; query-key norm: Henry et al. 2020, arXiv:2010.04245, and Dehghani et al. 2023,
 arXiv:2302.05442. Pair i is the features i and i + R/2 (the half-split layout of Llama checkpoints on the Hub), or interleaved
 2i and 2i + 1 (the paper's, of GPT-J and of Meta's own Llama checkpoints). Features from R on are not turned.
-
-A compiled function calls the operator `rotary`. It decomposes into `rotary_forward` and `rotary_backward`, which the graph then
-holds. Eager code goes past the dispatcher, to `rotary_launch`.
 """
-
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import checks, operators
-from .autograd import first_order
+from . import checks
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
 from .kernels import runs_kernels
-from .operators import LIBRARY, NAMESPACE, operator
+from .records import dtypes_of
 from .reference import NORMS, Norm, affine
-from .torch_state import below_autograd, has_tangents, is_eager, transformed_by_func
+from .rotary_operators import Inputs, Options, apply, launches, rotary, values_of
+from .torch_state import is_eager, transformed_by_func
 
 _KINDS = {None: -1} | {key: kind for kind in (Norm.layernorm, Norm.rmsnorm) for key in (kind, kind.name)}
-
-
-class Inputs(NamedTuple):
-    x: Tensor  # [..., T, heads, D], or [..., T, (heads + 2 · kv_heads) · D] with keys and values in it
-    k: Tensor | None  # [..., T, kv_heads, D]; None where they lie in x
-    cos: Tensor | None  # [positions, R/2]
-    sin: Tensor | None
-    positions: Tensor | None  # [..., T]
-    q_weight: Tensor | None  # [D] or [heads, D]
-    q_bias: Tensor | None
-    k_weight: Tensor | None
-    k_bias: Tensor | None
-
-
-class Options(NamedTuple):
-    heads: int
-    kv_heads: int
-    norm: int  # a value of Norm, or -1 for none
-    eps: float
-    zero_centered_weight: bool
-    interleaved: bool
 
 
 def rotary_qkv_fn(
@@ -166,13 +138,23 @@ def _run(
         return reference(inputs, options)
     if torch.compiler.is_compiling():
         return tuple(rotary(*inputs, *options))
-    return tuple(_apply(is_eager(inputs), inputs, options))
+    run = None
+    if is_eager(inputs):
+        launch = launches()
+        work = launch.work_of(head_width(inputs, options), inputs)
+        run = launch.forward_call(options, work, inputs.x.device, dtypes_of(inputs))
+    return tuple(apply(inputs, options, run))
+
+
+def head_width(inputs: Inputs, options: Options) -> int:
+    width = inputs.x.shape[-1]
+    return width if inputs.k is not None else width // (options.heads + 2 * options.kv_heads)
 
 
 def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.dtype, ...]) -> Inputs:
     """The inputs, with positions [..., T] where there are any."""
     x, k, cos, sin, positions, *weights = inputs
-    of, tokens, D = ("qkv" if k is None else "q"), x.shape[: -1 if k is None else -2], head_width(x, k, options)
+    of, tokens, D = ("qkv" if k is None else "q"), x.shape[: -1 if k is None else -2], head_width(inputs, options)
     checks.check_dtype(name, of, x, accepted)
     for argument, t in zip(Inputs._fields[2:], inputs[2:], strict=True):
         if t is not None:
@@ -215,7 +197,7 @@ def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     x, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias = inputs
     q, values = x, (() if k is not None else (values_of(x, options),))
     if k is None:
-        parts = x.unflatten(-1, (-1, head_width(x, k, options)))
+        parts = x.unflatten(-1, (-1, head_width(inputs, options)))
         q, k = parts[..., : options.heads, :], parts[..., options.heads : -options.kv_heads, :]
     if cos is not None and sin is not None:
         cos, sin = (t[: q.shape[-3]] if positions is None else t[positions.long()] for t in (cos, sin))
@@ -244,95 +226,3 @@ def _turned(
         turned = torch.stack(pairs, dim=-1).flatten(-2) if options.interleaved else torch.cat(pairs, dim=-1)
         y = torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
     return y.to(x.dtype)
-
-
-# ---- operators --------------------------------------------------------------------------------------------------------------
-
-launches = partial(operators.launches, "rotary_launch")
-
-
-def _apply(eager: bool, inputs: Inputs, options: Options) -> Sequence[Tensor]:
-    """q, k, and v where x is packed, with gradients. eager: nobody watches operator calls."""
-    if has_tangents() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
-        return (_apply_eager if eager else _Rotary.apply)(eager, options, *inputs)
-    outputs = launches().forward(inputs, options) if eager else rotary_forward(*inputs, *options)
-    return outputs if inputs.k is not None else (*outputs, values_of(inputs.x, options))
-
-
-def head_width(x: Tensor, k: Tensor | None, options: Options) -> int:
-    return x.shape[-1] if k is not None else x.shape[-1] // (options.heads + 2 * options.kv_heads)
-
-
-def values_of(x: Tensor, options: Options) -> Tensor:
-    """v [..., T, kv_heads, D], a view of the packed projection."""
-    width = head_width(x, None, options)
-    size = options.kv_heads * width
-    return x.narrow(-1, x.shape[-1] - size, size).view(*x.shape[:-1], options.kv_heads, width)
-
-
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, eager, options, *tensors):
-        x, k, *rest = inputs = Inputs(*tensors)
-        outputs = launches().forward(inputs, options) if eager else below_autograd(rotary_forward, *tensors, *options)
-        ctx.options, ctx.eager, ctx.function = options, eager, "rotary_qkv_fn" if k is None else "rotary_qk_fn"
-        kept = (None, None) if options.norm < 0 else (x, k)  # without a norm backward does not look at them
-        ctx.save_for_backward(*kept, *rest)
-        return outputs if k is not None else (*outputs, values_of(x, options))
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dq, dk, dv=None):
-        saved, options, wanted = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[7:]
-        if ctx.eager and is_eager((dq, dk, dv, *saved)):  # hooks on saved tensors may bring any
-            given = launches().backward((dq, dk, dv), Inputs(*saved), options, wanted)
-        else:
-            given = rotary_backward(dq, dk, dv, *saved, *options, list(wanted))
-        dx, *others = given
-        dk_in = others.pop(0) if dv is None else None
-        return None, None, dx, dk_in, None, None, None, *[others.pop(0) if wants else None for wants in wanted]
-
-
-# Without the Python code of `apply`, which is for functorch.
-_apply_eager: Callable[..., tuple] = super(torch.autograd.Function, _Rotary).apply
-
-
-def empty_outputs(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """q and k."""
-    x, k = inputs.x, inputs.k
-    if k is not None:
-        return x.new_empty(x.shape), x.new_empty(k.shape)
-    D = head_width(x, k, options)
-    return x.new_empty((*x.shape[:-1], options.heads, D)), x.new_empty((*x.shape[:-1], options.kv_heads, D))
-
-
-def empty_gradients(upstream: Sequence, inputs: Inputs, options: Options, wanted: Sequence[bool]) -> list[Tensor]:
-    """dx, dk where x is not packed, and of dq_weight, dq_bias, dk_weight, dk_bias those wanted."""
-    dq, dk, dv = upstream
-    shapes = [dq.shape, dk.shape]
-    if dv is not None:
-        *tokens, _, D = dq.shape
-        shapes = [(*tokens, (options.heads + 2 * options.kv_heads) * D)]
-    weights = [t for t, wants in zip(inputs[5:], wanted, strict=True) if wants and t is not None]
-    return [dq.new_empty(shape) for shape in shapes] + [t.new_empty(t.shape) for t in weights]
-
-
-_INPUTS = "Tensor? cos, Tensor? sin, Tensor? positions, Tensor? q_weight, Tensor? q_bias, Tensor? k_weight, Tensor? k_bias"
-_OPTIONS = "SymInt heads, SymInt kv_heads, int norm, float eps, bool zero_centered_weight, bool interleaved"
-
-rotary_forward = operator(
-    "rotary_forward",
-    f"(Tensor x, Tensor? k, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
-    lambda *given: launches().forward(Inputs(*given[:9]), Options(*given[9:])),
-    lambda *given: empty_outputs(Inputs(*given[:9]), Options(*given[9:])),
-)
-rotary_backward = operator(
-    "rotary_backward",
-    f"(Tensor dq, Tensor dk, Tensor? dv, Tensor? x, Tensor? k, {_INPUTS}, {_OPTIONS}, bool[4] wanted) -> Tensor[]",
-    lambda *given: launches().backward(given[:3], Inputs(*given[3:12]), Options(*given[12:18]), tuple(given[18])),
-    lambda *given: empty_gradients(given[:3], Inputs(*given[3:12]), Options(*given[12:18]), given[18]),
-)
-# v is a view of x, which no operator with a kernel may return. This one has none: it is its decomposition at each dispatch.
-LIBRARY.define(f"rotary(Tensor x, Tensor? k, {_INPUTS}, {_OPTIONS}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-LIBRARY.impl("rotary", lambda *given: list(_apply(False, Inputs(*given[:9]), Options(*given[9:]))), "CompositeImplicitAutograd")
-rotary = getattr(torch.ops, NAMESPACE).rotary.default

@@ -1,10 +1,10 @@
 """From tensors to the rotary kernels: allocates what is returned, picks the tile, starts the kernels.
 
-What is compiled follows from options, dtypes, the features of a head and distances in memory. How many tokens and sequences
-there are decides only how many programs start.
+What is compiled follows from options, dtypes, the features of a head and distances in memory. It is worked out once. How many
+tokens and sequences there are decides only how many programs start.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd, prod
@@ -18,9 +18,7 @@ from .kernels import rotary as kernels
 from .kernels.rotary import BackwardPointers, ForwardPointers, Variant, WeightGradients
 from .launch import Launcher, device_facts
 from .records import dtypes_of
-from .rotary import Inputs, Options, empty_gradients, empty_outputs, head_width
-
-SUM_BLOCK = 16  # features whose partial sums of weight gradients one program adds up
+from .rotary_operators import Inputs, Options, Upstream, empty_gradients, output_shapes
 
 
 class Tile(NamedTuple):
@@ -48,99 +46,146 @@ def backward_tile(itemsize: int, normalises: bool, pads: bool) -> Tile:
     return Tile(elements, warps=4, programs_per_sm=4, registers=128)
 
 
-class Call(NamedTuple):
-    """What is compiled follows from it, and from where rows lie."""
+class Work(NamedTuple):
+    """What a call does to a row."""
 
-    options: Options
     D: int  # features of a head
     R: int  # those that are turned
     per_head: bool  # each head has weights of its own
-    device: torch.device
-    dtypes: tuple  # of all tensors, None for an absent one
-
-    @property
-    def parts(self) -> list[tuple[int, int]]:
-        """Of queries and of keys: sets of heads that share a weight, and the heads in each."""
-        return [(n, 1) if self.per_head else (1, n) for n in self.options[:2]]
 
 
-def call_of(tensors: Sequence, inputs: Inputs, options: Options, D: int) -> Call:
-    """tensors: all that there are."""
+def work_of(D: int, inputs: Inputs) -> Work:
     R = 0 if inputs.cos is None else 2 * inputs.cos.shape[1]
-    per_head = any(t is not None and t.dim() == 2 for t in inputs[5:])
-    return Call(options, D, R, per_head, tensors[0].device, dtypes_of(tensors))
+    for t in inputs[5:]:
+        if t is not None:  # weights and biases are all by head, or none is
+            return Work(D, R, t.dim() == 2)
+    return Work(D, R, False)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """q and k, contiguous, in the dtype of x."""
-    x, k, cos, *small = inputs
-    call = call_of(inputs, inputs, options, head_width(x, k, options))
-    rows, (B, T, strides, layout) = laid_out((x, k), x.dim() - (2 if k is None else 3), call.D)
-    start, how, rows_of_tile = forward_kernel(call, layout)
-    q_tiles, k_tiles = (parts * B * -(-T * shared // rows_of_tile) for parts, shared in call.parts)
-    outputs = empty_outputs(inputs, options)
-    table_rows = 0 if cos is None else cos.shape[0]
-    start(q_tiles + k_tiles, (*rows, cos, *small, *outputs), T, q_tiles, table_rows, options.eps, *strides, how)
-    return outputs
+    x = inputs.x
+    D = x.shape[-1] if inputs.k is not None else x.shape[-1] // (options.heads + 2 * options.kv_heads)
+    return forward_call(options, work_of(D, inputs), x.device, dtypes_of(inputs))(inputs)
 
 
 @lru_cache(maxsize=1024)
-def forward_kernel(call: Call, layout: "Layout") -> tuple[Launcher, Variant, int]:
-    """What is compiled, and the rows of a tile."""
-    tile = forward_tile(call.dtypes[0].itemsize)
-    how = _variant(call, tile, layout, PACKED=call.dtypes[1] is None)
-    start = _launcher(kernels.rotary_forward_kernel, ForwardPointers, call, tile, strided=("x", "k"))
-    return start, how, rows_of(tile, call.D)
+def forward_call(
+    options: Options, work: Work, device: torch.device, dtypes: tuple
+) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+    """`forward` of such a call, with all worked out that follows. dtypes: of the inputs, None for an absent one."""
+    tile = forward_tile(dtypes[0].itemsize)
+    (q_parts, q_shared), (k_parts, k_shared) = _parts(options, work)
+    rows_of_tile = _tile_rows(work, tile)
+
+    @lru_cache(maxsize=64)
+    def compiled(layout: Layout) -> tuple[Launcher, Variant]:
+        how = _variant(options, work, tile, dtypes[0], device, layout, PACKED=dtypes[1] is None)
+        return _launcher(kernels.rotary_forward_kernel, ForwardPointers, ("x", "k"), tile, device), how
+
+    @lru_cache(maxsize=256)
+    def geometry(where: tuple, table_rows: int) -> tuple[Any, ...]:
+        (x, _), k = where
+        shapes = output_shapes(x, None if k is None else k[0], options)
+        B, T, layout, strides = _laid_out(where, len(shapes[0]) - 3, work.D, options.heads)
+        start, how = compiled(layout)
+        q_tiles, k_tiles = q_parts * B * -(-T * q_shared // rows_of_tile), k_parts * B * -(-T * k_shared // rows_of_tile)
+        return *shapes, start, q_tiles + k_tiles, (T, q_tiles, table_rows, options.eps, *strides, how)
+
+    def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        x, k, cos, *small = inputs
+        rows, found = _found(geometry, (x, k), cos)
+        q_shape, k_shape, start, programs, numbers = found
+        outputs = x.new_empty(q_shape), x.new_empty(k_shape)
+        start(programs, (*rows, cos, *small, *outputs), *numbers)
+        return outputs
+
+    return run
 
 
-def backward(upstream: Sequence, inputs: Inputs, options: Options, wanted: tuple[bool, ...]) -> list[Tensor]:
+def backward(upstream: Upstream, inputs: Inputs, options: Options, wanted: tuple[bool, ...]) -> list[Tensor]:
     """The gradients that `empty_gradients` lists.
 
-    upstream: dq, dk, and dv where x is packed. inputs: as of forward, but without a norm x and k may be None. wanted: of
-    q_weight, q_bias, k_weight, k_bias.
+    inputs: as of forward, but without a norm x and k may be None. wanted: of q_weight, q_bias, k_weight, k_bias.
     """
-    dq, _, dv = upstream
-    x, k, cos, sin, positions, q_weight, _, k_weight, _ = inputs
-    call = call_of((*upstream, *inputs), inputs, options, dq.shape[-1])
-    rows, (B, T, strides, layout) = laid_out((*upstream, x, k), dq.dim() - 3, call.D)
-    start, add_up, how, rows_of_tile, most = backward_kernels(call, layout, wanted)
-    (q_parts, q_shared), (k_parts, k_shared) = call.parts
-    q_programs, k_programs = (B * -(-T * shared // rows_of_tile) for shared in (q_shared, k_shared))
-    sums = (wanted[0] or wanted[2]) + (wanted[1] or wanted[3])
-    if most:
-        # As many for each part as its share of the tiles, so that all end at the same time.
-        share = most / max(1, q_parts * q_programs + k_parts * k_programs)
-        q_programs, k_programs = (min(n, max(1, round(n * share))) for n in (q_programs, k_programs))
-    programs = q_parts * q_programs + k_parts * k_programs
-    gradients = empty_gradients(upstream, inputs, options, wanted)
-    if programs == 0:
-        return [gradient.zero_() for gradient in gradients]
-    dx, *others = gradients
-    dk_in = others.pop(0) if dv is None else None
-    partials = dx.new_empty(programs * sums * call.D, dtype=torch.float32) if sums else None
-    table_rows = 0 if cos is None else cos.shape[0]
-    numbers = (B, T, q_programs, k_programs, table_rows, options.eps, *strides, how)
-    start(programs, (*rows, cos, sin, positions, q_weight, k_weight, dx, dk_in, partials), *numbers)
-    if partials is not None:
-        weights = [others.pop(0) if wants else None for wants in wanted]
-        add_up(sums * (q_parts + k_parts), (partials, *weights), q_programs, k_programs, 256, SUM_BLOCK, how)
-    return gradients
+    dq = upstream.dq
+    dtypes = dtypes_of((*upstream, *inputs))
+    return backward_call(options, work_of(dq.shape[-1], inputs), dq.device, dtypes, wanted)(upstream, inputs)
 
 
 @lru_cache(maxsize=1024)
-def backward_kernels(call: Call, layout: "Layout", wanted: tuple[bool, ...]) -> tuple[Launcher, Launcher, Variant, int, int]:
-    """What is compiled, the rows of a tile, and the persistent programs, 0 for a program for each tile."""
-    tile = backward_tile(call.dtypes[0].itemsize, call.options.norm >= 0, pads=2 * pairs(call.D) > call.D)
+def backward_call(
+    options: Options, work: Work, device: torch.device, dtypes: tuple, wanted: tuple[bool, ...]
+) -> Callable[[Upstream, Inputs], list[Tensor]]:
+    """`backward` of such a call, with all worked out that follows. dtypes: of Upstream and of Inputs."""
+    packed = dtypes[2] is not None
+    tile = backward_tile(dtypes[0].itemsize, options.norm >= 0, pads=2 * _row_block(work) > work.D)
+    (q_parts, q_shared), (k_parts, k_shared) = _parts(options, work)
+    rows_of_tile = _tile_rows(work, tile)
+    most_programs = device_facts(device).multiprocessors * tile.programs_per_sm
     sums = (wanted[0] or wanted[2], wanted[1] or wanted[3])
-    how = _variant(call, tile, layout, PACKED=call.dtypes[2] is not None, STAGES=tile.stages, WANTED=sums)
-    strided = ("dq", "dk", "dv", "x", "k")
-    start = _launcher(kernels.rotary_backward_kernel, BackwardPointers, call, tile, strided=strided)
-    adding = kernels.finish_rotary_weights_kernel
-    add_up = _launcher(adding, WeightGradients, call, Tile(0, warps=4), programs_y=-(-call.D // SUM_BLOCK))
-    return start, add_up, how, rows_of(tile, call.D), device_facts(call.device).multiprocessors * tile.programs_per_sm
+    sums_D, sums_parts, block = sum(sums) * work.D, sum(sums) * (q_parts + k_parts), 16
+
+    @lru_cache(maxsize=64)
+    def compiled(layout: Layout) -> tuple[Launcher, Launcher, Variant]:
+        more = {"PACKED": packed, "STAGES": tile.stages, "WANTED": sums}
+        how = _variant(options, work, tile, dtypes[0], device, layout, **more)
+        strided = ("dq", "dk", "dv", "x", "k")
+        start = _launcher(kernels.rotary_backward_kernel, BackwardPointers, strided, tile, device)
+        blocks = -(-work.D // block)
+        return start, _launcher(kernels.finish_rotary_weights_kernel, WeightGradients, (), Tile(0, 4), device, blocks), how
+
+    @lru_cache(maxsize=256)
+    def geometry(where: tuple, table_rows: int) -> tuple[Any, ...]:
+        B, T, layout, strides = _laid_out(where, len(where[0][0]) - 3, work.D, options.heads)
+        start, finish, how = compiled(layout)
+        q_programs, k_programs = B * -(-T * q_shared // rows_of_tile), B * -(-T * k_shared // rows_of_tile)
+        if most_programs:
+            # As many for each part as its share of the tiles, so that all end at the same time.
+            share = most_programs / max(1, q_parts * q_programs + k_parts * k_programs)
+            q_programs, k_programs = [min(n, max(1, round(n * share))) for n in (q_programs, k_programs)]
+        numbers = (B, T, q_programs, k_programs, table_rows, options.eps, *strides, how)
+        programs = q_parts * q_programs + k_parts * k_programs
+        return start, programs, numbers, finish, (q_programs, k_programs, 256, block, how)
+
+    def run(upstream: Upstream, inputs: Inputs) -> list[Tensor]:
+        x, k, cos, sin, positions, q_weight, _, k_weight, _ = inputs
+        rows, found = _found(geometry, (*upstream, x, k), cos)
+        start, programs, numbers, finish, finish_numbers = found
+        gradients = empty_gradients(upstream, inputs, options, wanted)
+        if programs == 0:
+            for gradient in gradients:
+                gradient.zero_()
+            return gradients
+        dx, *others = gradients
+        dk_in = None if packed else others.pop(0)
+        partials = dx.new_empty(programs * sums_D, dtype=torch.float32) if sums_D else None
+        start(programs, (*rows, cos, sin, positions, q_weight, k_weight, dx, dk_in, partials), *numbers)
+        if partials is not None:
+            weights = [others.pop(0) if wants else None for wants in wanted]
+            finish(sums_parts, (partials, *weights), *finish_numbers)
+        return gradients
+
+    return run
 
 
 # ---- what both directions share ---------------------------------------------------------------------------------------------
+
+MOST_ROWS = 2**30  # of a sequence: the kernels count them in 32 bits, and those of the tiles behind its end
+
+
+def _parts(options: Options, work: Work) -> list[tuple[int, int]]:
+    """Of queries and of keys: sets of heads that share a weight, and the heads in each."""
+    return [(n, 1) if work.per_head else (1, n) for n in (options.heads, options.kv_heads)]
+
+
+def _row_block(work: Work) -> int:
+    """Pairs of a row in a tile."""
+    return triton.next_power_of_2(work.D // 2)
+
+
+def _tile_rows(work: Work, tile: Tile) -> int:
+    return max(1, tile.elements // (2 * _row_block(work)))
 
 
 class Layout(NamedTuple):
@@ -151,69 +196,78 @@ class Layout(NamedTuple):
     wide: tuple[int, ...]  # the others, where one takes more than 32 bits
 
 
-def laid_out(rows: tuple[Tensor | None, ...], tokens: int, D: int) -> tuple[tuple, tuple[int, int, list[int], Layout]]:
-    """The tensors with rows, made contiguous where no three numbers tell where their rows lie; then sequences, tokens in each,
-    the distances of sequences and tokens over `Layout.unit`, zeros for an absent tensor, and the layout.
+def _found(geometry: Callable[..., tuple], rows: tuple[Tensor | None, ...], cos: Tensor | None) -> tuple[tuple, tuple]:
+    """The tensors with rows, made contiguous where no three numbers tell where their rows lie, and what follows from that."""
+    table_rows = 0 if cos is None else cos.shape[0]
+    try:
+        return rows, geometry(tuple([None if t is None else (t.shape, t.stride()) for t in rows]), table_rows)
+    except Irregular:
+        return _found(geometry, tuple([None if t is None else t.contiguous() for t in rows]), cos)
 
-    tokens: the dimension of tokens, behind which a tensor has heads and features, or both side by side in one dimension.
+
+class Irregular(Exception):
+    pass
+
+
+def _laid_out(where: tuple, tokens: int, D: int, heads: int) -> tuple[int, int, Layout, list[int]]:
+    """Of tensors: sequences, tokens in each, the layout of their rows, and the distances of sequences and tokens, over
+    `Layout.unit`, zeros for an absent tensor.
+
+    where: shapes and strides, or None. tokens: the dimension of tokens, behind which a tensor has heads and features, or both
+    side by side in one dimension.
+
+    Raises:
+        Irregular: no such numbers tell where the rows lie.
     """
-    found = _found(tuple([None if t is None else (t.shape, t.stride()) for t in rows]), tokens, D)
-    if found is None:
-        return laid_out(tuple([None if t is None else t.contiguous() for t in rows]), tokens, D)
-    return rows, found
-
-
-@lru_cache(maxsize=1024)
-def _found(where: tuple, tokens: int, D: int) -> tuple[int, int, list[int], Layout] | None:
-    strides: list[int] = []
+    all_strides: list[int] = []
     head_strides: list[int] = []
     for at in where:
         batch = token = head = 0
         if at is not None:
-            shape, distances = at
-            leading = [(n, stride) for n, stride in zip(shape[:tokens], distances[:tokens], strict=True) if n != 1]
-            if distances[-1] != 1 or any(outer != n * inner for (_, outer), (n, inner) in pairwise(leading)):
-                return None
+            shape, strides = at
+            leading = [(n, stride) for n, stride in zip(shape[:tokens], strides[:tokens], strict=True) if n != 1]
+            if strides[-1] != 1 or any(outer != n * inner for (_, outer), (n, inner) in pairwise(leading)):
+                raise Irregular
             batch = leading[-1][1] if leading else 0
-            token = distances[tokens] if shape[tokens] != 1 else 0
-            head = distances[-2] if len(shape) == tokens + 3 else D
-        strides += batch, token
+            token = strides[tokens] if shape[tokens] != 1 else 0
+            head = strides[-2] if len(shape) == tokens + 3 else D
+        all_strides += batch, token
         head_strides.append(head)
-    shape, unit = where[0][0], gcd(16, *strides)
-    strides = [stride // unit for stride in strides]
-    layout = Layout(unit, tuple(head_strides), tuple(strides) if max(strides) >= 2**31 else ())
-    return prod(shape[:tokens]), shape[tokens], strides, layout
+    B, T = prod(where[0][0][:tokens]), where[0][0][tokens]
+    if T * heads >= MOST_ROWS:
+        raise ValueError(f"rotary: {T} tokens in a sequence times {heads} heads, accepted: less than {MOST_ROWS}")
+    unit = gcd(16, *all_strides)
+    strides = [stride // unit for stride in all_strides]
+    return B, T, Layout(unit, tuple(head_strides), tuple(strides) if max(strides) >= 2**31 else ()), strides
 
 
-def pairs(D: int) -> int:
-    """Of a row in a tile."""
-    return triton.next_power_of_2(D // 2)
-
-
-def rows_of(tile: Tile, D: int) -> int:
-    return max(1, tile.elements // (2 * pairs(D)))
-
-
-def _variant(call: Call, tile: Tile, layout: Layout, **more: Any) -> Variant:
+def _variant(
+    options: Options, work: Work, tile: Tile, dtype: torch.dtype, device: torch.device, layout: Layout,
+    **more: Any,
+) -> Variant:  # fmt: skip
     return Variant(
-        D=call.D,
-        R=call.R,
-        HEADS=call.options.heads,
-        KV_HEADS=call.options.kv_heads,
-        PER_HEAD=call.per_head,
-        NORM=call.options.norm,
-        OFFSET=float(call.options.zero_centered_weight),
-        INTERLEAVED=call.options.interleaved,
-        ROWS=rows_of(tile, call.D),
-        BLOCK=pairs(call.D),
-        VECTOR=gcd(16 // call.dtypes[0].itemsize, call.D // 2, call.R // 2),
+        D=work.D,
+        R=work.R,
+        HEADS=options.heads,
+        KV_HEADS=options.kv_heads,
+        PER_HEAD=work.per_head,
+        NORM=options.norm,
+        OFFSET=float(options.zero_centered_weight),
+        INTERLEAVED=options.interleaved,
+        ROWS=_tile_rows(work, tile),
+        BLOCK=_row_block(work),
+        VECTOR=gcd(16 // dtype.itemsize, work.D // 2, work.R // 2),
         UNIT=layout.unit,
         HEAD_STRIDES=layout.head_strides,
-        EARLY_START=device_facts(call.device).since_sm_90,
+        EARLY_START=device_facts(device).since_sm_90,
         **more,
     )
 
 
-def _launcher(kernel: Any, record: type, call: Call, tile: Tile, **more: Any) -> Launcher:
-    early = device_facts(call.device).since_sm_90 or None
-    return Launcher(kernel, record, call.device, num_warps=tile.warps, maxnreg=tile.registers, launch_pdl=early, **more)
+def _launcher(
+    kernel: Any, record: type, strided: tuple[str, ...], tile: Tile, device: torch.device, programs_y: int = 1
+) -> Launcher:
+    return Launcher(
+        kernel, record, device, strided=strided, programs_y=programs_y, num_warps=tile.warps, maxnreg=tile.registers,
+        launch_pdl=device_facts(device).since_sm_90 or None,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from ops import (
     cross_entropy_fn,
     linear_cross_entropy_fn,
     log_softmax_fn,
-    rotary,
+    rotary_operators,
     rotary_qk_fn,
     rotary_qkv_fn,
     softmax,
@@ -134,9 +134,9 @@ def test_opcheck_of_rotary(packed, device):
     q, k = qkv.unflatten(-1, (4, 16))[..., :2, :], qkv.unflatten(-1, (4, 16))[..., 2:3, :]
     given = (*((qkv, None) if packed else (q, k)), *angles(qkv, -2), None, *[w[:16]] * 4)
     options = (2, 1, int(Norm.layernorm), 0.1, False, False)
-    library.opcheck(rotary.rotary_forward, (*given, *options))
+    library.opcheck(rotary_operators.rotary_forward, (*given, *options))
     upstream = (q.contiguous(), k.contiguous(), k.contiguous() if packed else None)
-    library.opcheck(rotary.rotary_backward, (*upstream, *given, *options, [True, False, True, True]))
+    library.opcheck(rotary_operators.rotary_backward, (*upstream, *given, *options, [True, False, True, True]))
 
 
 X, LEAF, TARGETS = torch.zeros(4, 6, 8), torch.zeros(4, 6, 8, requires_grad=True), torch.zeros(4, 6, dtype=torch.int64)

@@ -22,8 +22,8 @@ ROUNDING = {FP32: 1e-6, FP16: 2**-11, BF16: 2**-8}
 def fresh_calls():
     """What is compiled for a call is remembered, and tests replace it."""
     yield
-    rotary_launch.forward_kernel.cache_clear()
-    rotary_launch.backward_kernels.cache_clear()
+    rotary_launch.forward_call.cache_clear()
+    rotary_launch.backward_call.cache_clear()
 
 
 @dataclass(frozen=True)

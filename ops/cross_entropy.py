@@ -9,20 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import checks, operators
 from . import cross_entropy_reference as reference
-from . import operators
 from .autograd import first_order
-from .checks import (
-    KERNEL_DTYPES,
-    REFERENCE_DTYPES,
-    check_dtype,
-    check_flags,
-    check_number,
-    check_operand,
-    check_size,
-    check_tensor,
-)
-from .cross_entropy_reference import NONE, REDUCTIONS, LossOptions
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
+from .cross_entropy_reference import MEAN, NONE, REDUCTIONS, LossOptions
 from .kernels import runs_kernels
 from .operators import operator, register_autograd
 from .torch_state import below_autograd, is_eager, transformed_by_func
@@ -69,24 +60,23 @@ def cross_entropy_fn(
     """
     name = "cross_entropy_fn"
     kernels = isinstance(logits, Tensor) and runs_kernels(logits.device) and not transformed_by_func()
-    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
     options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
-    check_tensor(name, "logits", logits)
+    checks.check_tensor(name, "logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
-    check_dtype(name, "logits", logits, dtypes)
+    checks.check_dtype(name, "logits", logits, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_targets(name, targets, logits, "logits")
-    check_flags(name, in_place=in_place)
-    rows = None
-    if in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling():
-        rows = check_rows(name, logits)
+    checks.check_flags(name, in_place=in_place)
+    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    in_place = in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
+    if in_place:
+        check_overwritable(name, logits, rows)
     if not kernels:
-        losses = reference.losses(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), options)
-        total = reference.reduced(losses, targets, options)
-    elif rows is not None and is_eager((logits, targets)):
-        total = _InPlace.apply(logits, rows, targets.reshape(-1), options)
+        total, _ = reference.finish(reference.losses(rows, flat, options), flat, options)
+    elif in_place and is_eager((logits, targets)):
+        total = _CrossEntropy.apply(True, rows, flat, *options)[0]
     else:
-        total = cross_entropy_op(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), *options)[0]
+        total = cross_entropy_op(rows, flat, *options)[0]
     return total.view(targets.shape) if options.reduction == NONE else total
 
 
@@ -124,28 +114,21 @@ def linear_cross_entropy_fn(
     options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
     if options.reduction == NONE:
         raise ValueError(f'{name}: reduction is "none", accepted: mean, sum')
-    check_tensor(name, "hidden", hidden)
-    if hidden.dim() == 0:
-        raise ValueError(f"{name}: hidden has shape (), expected (..., K)")
-    check_dtype(name, "hidden", hidden, REFERENCE_DTYPES)
-    check_operand(name, "weight", weight, hidden, REFERENCE_DTYPES, "hidden")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
-        raise ValueError(
-            f"{name}: weight has shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1]}) to match the last dimension of "
-            f"hidden {tuple(hidden.shape)}"
-        )
+    checks.check_tensor(name, "hidden", hidden)
+    checks.check_dtype(name, "hidden", hidden, REFERENCE_DTYPES)
+    checks.check_operand(name, "weight", weight, hidden, REFERENCE_DTYPES, "hidden")
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        shapes = f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
+        raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with V ≥ 1")
     check_targets(name, targets, hidden, "hidden")
-    check_size(name, "chunks", chunks, 1)
+    checks.check_size(name, "chunks", chunks, 1)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if transformed_by_func() or hidden.device.type not in ("cpu", "cuda", "meta"):  # no operator there
+    if transformed_by_func() or device not in ("cpu", "cuda", "meta"):  # no operator there
         losses = reference.losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options)
-        return reference.reduced(losses, targets, options)
+        return reference.finish(losses, targets, options)[0]
     return linear_op(rows, weight, targets, chunks, dtype, False, False, *options)[0]
-
-
-launches = partial(operators.launches, "cross_entropy_launch")
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------------
@@ -157,34 +140,32 @@ def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
     if softcap is not None:
-        check_number(name, "softcap", softcap, "a finite number above 0, or None for none", lambda c: 0.0 < c < math.inf)
-    check_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
-    check_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
-    return LossOptions(ignore_index, REDUCTIONS[reduction], float(softcap or 0.0), float(z_loss), float(label_smoothing))
+        checks.check_number(name, "softcap", softcap, "a finite number above 0, or None for none", lambda c: 0.0 < c < math.inf)
+    checks.check_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
+    checks.check_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
+    return LossOptions(REDUCTIONS[reduction], ignore_index, float(softcap or 0.0), float(z_loss), float(label_smoothing))
 
 
 def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:
     """One for each row of `like`, which is called `of`."""
-    check_operand(name, "targets", targets, like, (torch.int64, torch.int32), of)
+    checks.check_operand(name, "targets", targets, like, (torch.int64, torch.int32), of)
     shape = like.shape[:-1]
     if targets.shape != shape:
         raise ValueError(f"{name}: targets has shape {tuple(targets.shape)}, expected {tuple(shape)}, a row of {of} for each")
 
 
-def check_rows(name: str, logits: Tensor) -> Tensor:
-    """The rows of logits that may be overwritten: [M, V], a view."""
+def check_overwritable(name: str, logits: Tensor, rows: Tensor) -> None:
+    """rows [M, V] have to be a view of the logits."""
     if logits.is_leaf:
         raise ValueError(
             f"{name}: in_place=True would overwrite logits, a leaf that requires a gradient; leave in_place out, or pass "
             "what was computed from it"
         )
-    rows = logits.detach().reshape(-1, logits.shape[-1])
     if rows.numel() and (rows.data_ptr() != logits.data_ptr() or rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]):
         raise ValueError(
             f"{name}: in_place=True needs logits whose rows lie at one distance, without gaps inside; got strides "
             f"{logits.stride()} for shape {tuple(logits.shape)}. Leave in_place out, or pass logits.contiguous()"
         )
-    return rows
 
 
 def known_to_inductor(*ops: Any) -> None:
@@ -194,36 +175,39 @@ def known_to_inductor(*ops: Any) -> None:
     twelve blocks with two fused norms each that takes for ever: a text for each path through the residual stream.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
-    if hasattr(lowering, "lowerings") and hasattr(lowering, "make_fallback"):
-        for op in ops:
-            if op not in lowering.lowerings:
-                lowering.make_fallback(op, warn=False)
+    for op in ops if hasattr(lowering, "make_fallback") else ():
+        if op not in lowering.lowerings:
+            lowering.make_fallback(op, warn=False)
 
 
 # ---- operators ---------------------------------------------------------------------------------------------------------------
 
-OPTIONS = "int ignore_index, int reduction, float softcap, float z_loss, float label_smoothing"
+launches = partial(operators.launches, "cross_entropy_launch")
+OPTIONS = "int reduction, int ignore_index, float softcap, float z_loss, float label_smoothing"
 
 
 def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, statistics of the rows and the factor of the mean."""
-    return launches().loss(logits, targets, LossOptions(*options))
+    launch, shared = launches(), LossOptions(*options)
+    stats = logits.new_empty((len(logits), 2), dtype=torch.float32)
+    total, scale = launch.finish(launch.losses(logits, targets, shared, stats), targets, shared)
+    return total, stats, scale
 
 
-def _forward_fake(logits: Tensor, targets: Tensor, ignore_index: int, reduction: int, *_: Any) -> tuple[Tensor, ...]:
+def _forward_fake(logits: Tensor, targets: Tensor, reduction: int, *_: Any) -> tuple[Tensor, ...]:
     known_to_inductor(cross_entropy_op, cross_entropy_forward, cross_entropy_backward)
     M = logits.shape[0]
-    shapes = ((M,) if reduction == NONE else (), (M, 2), (reference.factors(reduction),))
+    shapes = ((M,) if reduction == NONE else (), (M, 2), (int(reduction == MEAN),))
     return tuple([logits.new_empty(shape, dtype=torch.float32) for shape in shapes])
 
 
 def _backward(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, *options: Any) -> Tensor:
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    gradient = _empty_like(dloss, logits)
     launches().gradient(dloss, logits, targets, stats, scale, LossOptions(*options), gradient)
     return gradient
 
 
-def _backward_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
+def _empty_like(_: Tensor, logits: Tensor, *__: Any) -> Tensor:
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
@@ -234,66 +218,50 @@ cross_entropy_backward = operator(
     "cross_entropy_backward",
     f"(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, Tensor scale, {OPTIONS}) -> Tensor",
     _backward,
-    _backward_fake,
+    _empty_like,
 )
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """in_place: the logits [M, V] are a view of what is overwritten. A second backward is refused by autograd itself, as the
+    version of the logits that forward has saved is gone."""
+
     @staticmethod
-    def forward(ctx, logits, targets, *options):
+    def forward(ctx, in_place, logits, targets, *options):
+        ctx.in_place, ctx.options, ctx.function = in_place, LossOptions(*options), "cross_entropy_fn"
+        ctx.set_materialize_grads(False)
+        # Per row the upstream gradient isn't known yet, and in fp16 p / count is often 0.
+        ctx.early = in_place and ctx.options.reduction != NONE and logits.dtype != torch.float16
+        if ctx.early:
+            scale = launches().scale_of(targets, ctx.options)
+            losses = launches().one_pass(logits, targets, ctx.options, scale)
+            torch.autograd.graph.increment_version(logits)
+            ctx.save_for_backward(logits)
+            return (launches().reduced(losses, scale, ctx.options),)
         outputs = below_autograd(cross_entropy_forward, logits, targets, *options)
         ctx.save_for_backward(logits, targets, *outputs[1:])
-        ctx.options, ctx.function = options, "cross_entropy_fn"
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
     @first_order
     def backward(ctx, dloss, *_):
-        gradient = None if dloss is None else cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
-        return gradient, *[None] * (1 + len(ctx.options))
-
-
-register_autograd(cross_entropy_op, cross_entropy_forward, _CrossEntropy.apply)
-
-
-class _InPlace(torch.autograd.Function):
-    """The loss of logits (..., V), of which `rows` [M, V] is a view that autograd doesn't know."""
-
-    @staticmethod
-    def forward(ctx, logits, rows, targets, options):
-        ctx.options, ctx.function, ctx.spent = options, "cross_entropy_fn", False
-        # Per row the upstream gradient isn't known yet, and in fp16 p / count is often 0.
-        ctx.early = options.reduction != NONE and rows.dtype != torch.float16
-        if ctx.early:
-            scale = launches().scale_of(targets, options)
-            losses = launches().one_pass(rows, targets, options, scale)
-            torch.autograd.graph.increment_version(logits)
-            ctx.save_for_backward(logits)
-            return launches().reduced(losses, scale, options)
-        total, stats, scale = launches().loss(rows, targets, options)
-        ctx.save_for_backward(logits, targets, stats, scale)
-        return total
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dloss):
-        if ctx.spent:
-            raise RuntimeError(
-                "cross_entropy_fn: a second backward through a loss with in_place=True, whose logits hold the gradient of the "
-                "first; use in_place=False"
-            )
+        nothing = [None] * (1 + len(ctx.options))
+        if dloss is None:
+            return None, None, *nothing
         logits, *saved = ctx.saved_tensors
-        ctx.spent = True
+        if not ctx.in_place:
+            return None, cross_entropy_backward(dloss, logits, *saved, *ctx.options), *nothing
         gradient = logits.detach()
-        rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.early:
-            launches().multiply(rows, dloss)
+            launches().multiply(gradient, dloss)
         else:
-            launches().gradient(dloss, rows, *saved, ctx.options, rows)
+            launches().gradient(dloss, gradient, *saved, ctx.options, gradient)
         torch.autograd.graph.increment_version(logits)
-        return gradient, None, None, None
+        return None, gradient, *nothing
+
+
+register_autograd(cross_entropy_op, cross_entropy_forward, partial(_CrossEntropy.apply, False))
 
 
 # ---- the product and its loss ------------------------------------------------------------------------------------------------
@@ -311,6 +279,7 @@ def _linear(
     functions = launches() if runs_kernels(hidden.device) and dtype != torch.float64 else reference
     _, _, dhidden, dweight = _linear_fake(hidden, weight, targets, chunks, dtype, needs_hidden, needs_weight, *options)
     losses = [dweight.new_empty(0)]
+    losses_of = functions.one_pass if needs_hidden or needs_weight else functions.losses  # which leaves dloss/dlogits as logits
     with torch.autocast(hidden.device.type, enabled=False):
         weight = weight.to(dtype)
         size = max(1, -(-len(hidden) // chunks))
@@ -318,10 +287,7 @@ def _linear(
             part = slice(first, first + size)
             h = hidden[part].to(dtype)
             logits = F.linear(h, weight)
-            if not (needs_hidden or needs_weight):
-                losses.append(functions.losses(logits, targets[part], shared))
-                continue
-            losses.append(functions.one_pass(logits, targets[part], shared))
+            losses.append(losses_of(logits, targets[part], shared))
             if needs_hidden:
                 dhidden[part] = logits @ weight
             if needs_weight:
@@ -334,13 +300,13 @@ def _linear(
 
 def _linear_fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, dtype: torch.dtype, needs_hidden: bool, needs_weight: bool,
-    ignore_index: int, reduction: int, *_: Any,
+    reduction: int, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     known_to_inductor(linear_op, linear_forward)
     wide = torch.promote_types(dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones
     return (
         hidden.new_empty((), dtype=wide),
-        hidden.new_empty(reference.factors(reduction), dtype=wide),
+        hidden.new_empty(int(reduction == MEAN), dtype=wide),
         hidden.new_empty(hidden.shape if needs_hidden else (0,)),
         weight.new_empty(weight.shape if needs_weight else (0,), dtype=wide),
     )

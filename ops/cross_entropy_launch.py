@@ -1,6 +1,7 @@
 """From checked tensors to the kernels of `kernels.cross_entropy`: tile shapes, buffers, launches."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -63,23 +64,14 @@ def held_blocks(V: int, vector: int, block: int) -> int:
     return -(-(columns - max(0, V // group - (V % group == 0)) * group) // block)
 
 
-def loss(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [M, V]: the reduced loss, statistics of the rows (fp32 [M, 2]), and `scale_of` the targets."""
-    stats = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
-    total, scale = finish(losses(logits, targets, options, stats), targets, options)
-    return total, stats, scale
-
-
 def losses(logits: Tensor, targets: Tensor, options: LossOptions, stats: Tensor | None = None) -> Tensor:
-    """fp32 [M]; statistics of the rows are written into `stats`."""
-    tile = streaming_tile(logits.shape[1], logits.itemsize)
-    return _losses(Pointers(dense(logits), targets=targets, stats=stats), options, tile)
+    """fp32 [M], of logits [M, V]; statistics of the rows are written into `stats`, fp32 [M, 2]."""
+    return _losses(Pointers(dense(logits), targets=targets, stats=stats), options, streaming_tile)
 
 
 def one_pass(logits: Tensor, targets: Tensor, options: LossOptions, scale: Tensor | None = None) -> Tensor:
     """The losses, fp32 [M]; logits [M, V] become scale · dloss/dlogits. scale: fp32 [1]; empty or None for 1."""
-    tile = loss_tile(logits.shape[1], logits.itemsize)
-    return _losses(Pointers(logits, logits, targets, scale=_factor(scale)), options, tile)
+    return _losses(Pointers(logits, logits, targets, scale=scale), options, loss_tile)
 
 
 def gradient(
@@ -88,10 +80,10 @@ def gradient(
     """out [M, V], which may be the logits: their gradient."""
     M, V = logits.shape
     tile = replace(streaming_tile(V, logits.itemsize), held=0)
-    p = Pointers(dense(logits), out, targets, stats=stats, scale=_factor(scale), dloss=dloss)
+    p = Pointers(dense(logits), out, targets, stats=stats, scale=scale, dloss=dloss)
     how, strides = _variant(p, options, tile)
     groups = -(-(V + (how.VECTOR - 1 if how.SHIFTED else 0)) // (tile.group * tile.block))
-    numbers = (*strides, *_numbers(options), dloss.dim() > 0, how)
+    numbers = (*strides, *options[1:], dloss.dim() > 0, how)
     _start(kernels.cross_entropy_gradient_kernel, M * groups, p, *numbers, num_warps=tile.warps)
 
 
@@ -118,7 +110,7 @@ def reduced(losses: Tensor, scale: Tensor, options: LossOptions) -> Tensor:
         return losses
     total, M = losses.new_empty(()), len(losses)
     block, warps = _line(M)
-    _start(kernels.sum_losses_kernel, 1, Pointers(loss=losses, scale=_factor(scale), total=total), M, block, num_warps=warps)
+    _start(kernels.sum_losses_kernel, 1, Pointers(loss=losses, scale=scale, total=total), M, block, num_warps=warps)
     return total
 
 
@@ -131,16 +123,15 @@ def multiply(rows: Tensor, factor: Tensor) -> None:
     _start(kernels.scale_kernel, programs, Pointers(gradient=rows, dloss=factor), rows.stride(0), M, V, block)
 
 
-def _losses(p: Pointers, options: LossOptions, tile: LossTile) -> Tensor:
+def _losses(p: Pointers, options: LossOptions, tile_of: Callable[[int, int], LossTile]) -> Tensor:
     """What else is written is given."""
     M, V = p.logits.shape
-    if p.targets.device.type == "cpu":
-        check_range(p.targets, V, options)
+    tile = tile_of(V, p.logits.itemsize)
     p = p._replace(loss=p.logits.new_empty(M, dtype=torch.float32))
     how, strides = _variant(p, options, tile)
     registers = REGISTERS // (32 * tile.warps * max(1, tile.programs_per_sm)) // 8 * 8
     _start(
-        kernels.cross_entropy_kernel, M, p, *strides, *_numbers(options), how,
+        kernels.cross_entropy_kernel, M, p, *strides, *options[1:], how,
         num_warps=tile.warps, maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
         **({} if INTERPRET else {"debug": True, "sanitize_overflow": False}),  # for the check of the targets
     )  # fmt: skip
@@ -148,28 +139,16 @@ def _losses(p: Pointers, options: LossOptions, tile: LossTile) -> Tensor:
 
 
 def _start(kernel: Any, programs: int, p: Pointers, *rest: Any, num_warps: int = 8, **options: Any) -> None:
+    if p.scale is not None and p.scale.numel() == 0:
+        p = p._replace(scale=None)
     device = next(t.device for t in p if t is not None)
     start = Launcher(kernel, Pointers, device, strided=("logits", "gradient"), num_warps=num_warps, **options)
     start(programs, p, *rest)
 
 
-def check_range(targets: Tensor, V: int, options: LossOptions) -> None:
-    """What a kernel asserts on a GPU. Raises IndexError."""
-    wrong = targets[(targets != options.ignore_index) & ((targets < 0) | (targets >= V))]
-    if wrong.numel():
-        raise IndexError(
-            f"cross_entropy_fn: target {int(wrong[0])} is out of range, expected a column in [0, {V}) or ignore_index, "
-            f"{options.ignore_index}"
-        )
-
-
 def dense(rows: Tensor) -> Tensor:
     """Rows that the kernels can read: without gaps inside."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _factor(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None or scale.numel() == 0 else scale
 
 
 def _variant(p: Pointers, options: LossOptions, tile: LossTile) -> tuple[kernels.RowTile, tuple[int, int]]:
@@ -189,10 +168,6 @@ def _variant(p: Pointers, options: LossOptions, tile: LossTile) -> tuple[kernels
         GRADIENT=out is not None, SOFTCAP=options.softcap > 0, SMOOTHING=options.label_smoothing > 0,
     )  # fmt: skip
     return how, (strides[0] // unit, strides[1] // unit)
-
-
-def _numbers(options: LossOptions) -> tuple[int, float, float, float]:
-    return options.ignore_index, options.softcap, options.z_loss, options.label_smoothing
 
 
 def _line(M: int) -> tuple[int, int]:

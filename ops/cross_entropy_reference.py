@@ -16,8 +16,8 @@ REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 class LossOptions(NamedTuple):
     """The options of `cross_entropy_fn`, as operators take them."""
 
-    ignore_index: int
     reduction: int
+    ignore_index: int
     softcap: float  # 0: none
     z_loss: float
     label_smoothing: float
@@ -47,14 +47,6 @@ def gradient(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
     return g.masked_fill_(~counts, 0.0)
 
 
-def reduced(losses: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-    """[M], their sum, or their mean over the targets that count."""
-    if options.reduction == NONE:
-        return losses
-    total = losses.sum()
-    return total if options.reduction == SUM else total / (targets != options.ignore_index).sum()
-
-
 def _capped(x: Tensor, options: LossOptions) -> Tensor:
     return options.softcap * torch.tanh(x / options.softcap) if options.softcap else x
 
@@ -67,11 +59,8 @@ def one_pass(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
 
 
 def finish(losses: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """The reduced loss, and 1 / count for the mean, [1]; for the sum nothing, [0]."""
-    counts = (targets != options.ignore_index).sum().to(losses.dtype)
-    return reduced(losses, targets, options), (1 / counts).view(1) if options.reduction == MEAN else losses.new_empty(0)
-
-
-def factors(reduction: int) -> int:
-    """How many numbers the mean's factor is."""
-    return int(reduction == MEAN)
+    """[M], their sum, or their mean over the targets that count; and 1 / count for the mean, [1], else nothing, [0]."""
+    if options.reduction != MEAN:
+        return losses if options.reduction == NONE else losses.sum(), losses.new_empty(0)
+    count = (targets != options.ignore_index).sum().to(losses.dtype)
+    return losses.sum() / count, (1 / count).view(1)

@@ -9,30 +9,18 @@ arXiv:2302.05442. Pair i is the features i and i + R/2 (the half-split layout of
 2i and 2i + 1 (the paper's, of GPT-J and of Meta's own Llama checkpoints). Features from R on are not turned.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .checks import (
-    KERNEL_DTYPES,
-    REFERENCE_DTYPES,
-    check_dtype,
-    check_eps,
-    check_flags,
-    check_operand,
-    check_size,
-    check_tensor,
-)
+from . import checks
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
 from .kernels import runs_kernels
 from .records import dtypes_of
-from .reference import NORMS, Norm
+from .reference import NORMS, Norm, affine
 from .rotary_operators import Inputs, Options, apply, launches, rotary, values_of
 from .torch_state import is_eager, transformed_by_func
 
-# Dynamo of torch 2.11 can't trace a loop over an Enum class.
-_NORMS = [kind for kind in Norm if kind.statistics]
+_KINDS = {None: -1} | {key: kind for kind in (Norm.layernorm, Norm.rmsnorm) for key in (kind, kind.name)}
 
 
 def rotary_qkv_fn(
@@ -78,16 +66,17 @@ def rotary_qkv_fn(
         ValueError, TypeError: a shape, dtype, device or option not as above; before anything is launched.
     """
     name = "rotary_qkv_fn"
-    check_tensor(name, "qkv", qkv)
-    heads, kv_heads = _heads(name, heads, heads if kv_heads is None else kv_heads)
+    checks.check_tensor(name, "qkv", qkv)
+    kv_heads = heads if kv_heads is None else kv_heads
+    checks.check_size(name, "heads", heads, 1)
+    checks.check_size(name, "kv_heads", kv_heads, 1)
     parts = heads + 2 * kv_heads
     if qkv.dim() < 2 or qkv.shape[-1] == 0 or qkv.shape[-1] % (2 * parts):
         raise ValueError(
             f"{name}: qkv has shape {tuple(qkv.shape)}, expected (..., T, ({heads} + 2·{kv_heads})·D) with an even D"
         )
     inputs = Inputs(qkv, None, cos, sin, positions, q_weight, q_bias, k_weight, k_bias)
-    how = (norm, eps, zero_centered_weight, interleaved)
-    return _run(name, inputs, qkv.shape[:-1], heads, kv_heads, qkv.shape[-1] // parts, *how)  # type: ignore[return-value]
+    return _run(name, inputs, heads, kv_heads, norm, eps, zero_centered_weight, interleaved)  # type: ignore[return-value]
 
 
 def rotary_qk_fn(
@@ -120,135 +109,84 @@ def rotary_qk_fn(
         ValueError, TypeError: as `rotary_qkv_fn`.
     """
     name = "rotary_qk_fn"
-    check_tensor(name, "q", q)
-    check_tensor(name, "k", k)
-    if q.dim() < 3 or q.shape[-1] == 0 or q.shape[-1] % 2:
+    checks.check_tensor(name, "q", q)
+    checks.check_tensor(name, "k", k)
+    if q.dim() < 3 or 0 in q.shape[-2:] or q.shape[-1] % 2:
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}, expected (..., T, heads, D) with an even D of 2 or more")
-    if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+    if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1] or k.shape[-2] == 0:
         raise ValueError(
             f"{name}: k has shape {tuple(k.shape)}, expected that of q {tuple(q.shape)} but for the number of heads"
         )
     if k.dtype != q.dtype or k.device != q.device:
         raise ValueError(f"{name}: k is {k.dtype} on {k.device}, expected {q.dtype} on {q.device}, as q")
-    heads, kv_heads = _heads(name, q.shape[-2], k.shape[-2])
     inputs = Inputs(q, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias)
-    how = (norm, eps, zero_centered_weight, interleaved)
-    return _run(name, inputs, q.shape[:-2], heads, kv_heads, q.shape[-1], *how)  # type: ignore[return-value]
+    return _run(name, inputs, q.shape[-2], k.shape[-2], norm, eps, zero_centered_weight, interleaved)  # type: ignore[return-value]
 
 
 def _run(
-    name: str, inputs: Inputs, shape: torch.Size, heads: int, kv_heads: int, D: int, norm: Any, eps: float,
-    zero_centered_weight: bool, interleaved: bool,
+    name: str, inputs: Inputs, heads: int, kv_heads: int, norm: Norm | str | None, eps: float, zero_centered_weight: bool,
+    interleaved: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """shape: [..., T]."""
-    kind = -1 if norm is None else int(_as_norm(name, norm))
-    check_eps(name, eps)
-    check_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
-    options = Options(heads, kv_heads, kind, float(eps), bool(zero_centered_weight), bool(interleaved))
+    if norm not in _KINDS:
+        raise ValueError(f"{name}: norm is {norm!r}, accepted: None, layernorm, rmsnorm")
+    checks.check_eps(name, eps)
+    checks.check_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
+    options = Options(heads, kv_heads, int(_KINDS[norm]), float(eps), bool(zero_centered_weight), bool(interleaved))
     kernels = runs_kernels(inputs.x.device) and not transformed_by_func()
-    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
-    run = None
-    if kernels and is_eager(inputs):
-        key = _key(inputs, options, D)
-        if (run := _runs.get(key)) is None:
-            _check(name, inputs, options, D, dtypes)
-            run = launches().forward_call(options, launches().work_of(D, inputs), inputs.x.device, dtypes_of(inputs))
-            if len(_runs) >= MOST:
-                _runs.clear()
-            _runs[key] = run
-    else:
-        _check(name, inputs, options, D, dtypes)
-    inputs = _with_positions(name, inputs, shape)
+    inputs = _checked(name, inputs, options, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     if not kernels:
         return reference(inputs, options)
     if torch.compiler.is_compiling():
         return tuple(rotary(*inputs, *options))
+    run = None
+    if is_eager(inputs):
+        launch = launches()
+        work = launch.work_of(head_width(inputs, options), inputs)
+        run = launch.forward_call(options, work, inputs.x.device, dtypes_of(inputs))
     return tuple(apply(inputs, options, run))
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------------------
-
-MOST = 1024
-_runs: dict[tuple, Callable] = {}  # of `rotary_launch.forward_call`, for calls that `_check` has found right
-
-
-def _key(inputs: Inputs, options: Options, D: int) -> tuple:
-    """Equal for calls of which `_check` finds all right or all wrong, and which start the same kernels. Neither the number of
-    tokens nor that of the tables' rows is part of it."""
-    cos = inputs.cos
-    kinds = [None if t is None else (t.dtype, t.device, t.requires_grad) for t in inputs]
-    weights = [None if t is None else t.shape for t in inputs[5:]]
-    return options, D, None if cos is None else cos.shape[1:], *kinds, *weights
+def head_width(inputs: Inputs, options: Options) -> int:
+    width = inputs.x.shape[-1]
+    return width if inputs.k is not None else width // (options.heads + 2 * options.kv_heads)
 
 
-def forget() -> None:
-    """Drops all that was worked out for calls so far; for tests, which change what it was made of."""
-    _runs.clear()
-    launches().forward_call.cache_clear()
-    launches().backward_call.cache_clear()
-
-
-def _heads(name: str, heads: Any, kv_heads: Any) -> tuple[int, int]:
-    check_size(name, "heads", heads, 1)
-    check_size(name, "kv_heads", kv_heads, 1)
-    return heads, kv_heads
-
-
-def _as_norm(name: str, norm: Any) -> Norm:
-    try:
-        found = Norm[norm] if isinstance(norm, str) else Norm(norm)
-        return _NORMS[_NORMS.index(found)]
-    except (KeyError, ValueError):
-        raise ValueError(f"{name}: norm is {norm!r}, accepted: None, {', '.join(kind.name for kind in _NORMS)}") from None
-
-
-def _check(name: str, inputs: Inputs, options: Options, D: int, accepted: tuple[torch.dtype, ...]) -> None:
-    """All but what depends on the number of tokens."""
-    x, _, cos, sin, positions, *_ = inputs
-    of = "q" if name == "rotary_qk_fn" else "qkv"
-    check_dtype(name, of, x, accepted)
-    for argument, t in list(zip(Inputs._fields, inputs, strict=True))[2:]:
+def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.dtype, ...]) -> Inputs:
+    """The inputs, with positions [..., T] where there are any."""
+    x, k, cos, sin, positions, *weights = inputs
+    of, tokens, D = ("qkv" if k is None else "q"), x.shape[: -1 if k is None else -2], head_width(inputs, options)
+    checks.check_dtype(name, of, x, accepted)
+    for argument, t in zip(Inputs._fields[2:], inputs[2:], strict=True):
         if t is not None:
-            check_operand(name, argument, t, x, (torch.int64, torch.int32) if argument == "positions" else accepted, of)
-    if (cos is None) != (sin is None):
-        raise ValueError(f"{name}: cos and sin are a pair; one of them is None. Give both, or None for both")
+            checks.check_operand(name, argument, t, x, (torch.int64, torch.int32) if argument == "positions" else accepted, of)
     if cos is not None and sin is not None:
-        if cos.dim() != 2 or not 1 <= cos.shape[1] <= D // 2:
-            raise ValueError(f"{name}: cos has shape {tuple(cos.shape)}, expected (P, R/2) with R/2 from 1 to {D // 2}")
+        rows = tokens[-1] if positions is None else 1
+        if cos.dim() != 2 or cos.shape[0] < rows or not 1 <= cos.shape[1] <= D // 2 or sin.shape != cos.shape:
+            shapes = f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+            raise ValueError(f"{name}: {shapes}, expected ({rows} or more, R/2) for both, with R/2 from 1 to {D // 2}")
         if sin.dtype != cos.dtype:
             raise ValueError(f"{name}: sin is {sin.dtype}, expected {cos.dtype}, as cos")
         if cos.requires_grad or sin.requires_grad:
             raise ValueError(f"{name}: cos and sin get no gradient; detach them")
-    if positions is not None and cos is None:
-        raise ValueError(f"{name}: positions were given without cos and sin, whose rows they are")
-    weights = {argument: t for argument, t in zip(Inputs._fields[5:], inputs[5:], strict=True) if t is not None}
-    for argument, weight in weights.items():
+    elif cos is not None or sin is not None or positions is not None:
+        raise ValueError(f"{name}: cos and sin are a pair, and positions are their rows; give both, or none of the three")
+    per_head = any(t is not None and t.dim() == 2 for t in weights)
+    for argument, t in zip(Inputs._fields[5:], weights, strict=True):
+        if t is None:
+            continue
         if options.norm < 0:
             raise ValueError(f"{name}: {argument} was given without a norm; pass norm, or leave it out")
-        each = (options.heads if argument[0] == "q" else options.kv_heads, D)
-        if weight.shape != each[1:] and weight.shape != each:
-            raise ValueError(f"{name}: {argument} has shape {tuple(weight.shape)}, expected {each[1:]}, or {each} by head")
-        if len({t.dim() for t in weights.values()}) > 1:
-            raise ValueError(
-                f"{name}: {argument} has shape {tuple(weight.shape)}; weights and biases are all by head, or none is"
-            )
-
-
-def _with_positions(name: str, inputs: Inputs, shape: torch.Size) -> Inputs:
-    """The inputs, whose tables have rows for all tokens, with positions [..., T]."""
-    cos, sin, positions = inputs.cos, inputs.sin, inputs.positions
-    if cos is None or sin is None:
+        by_head = (options.heads if argument[0] == "q" else options.kv_heads, D)
+        if t.shape != (by_head if per_head else (D,)):
+            both = f"({D},), or {by_head} where all weights and biases are by head"
+            raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {both}")
+    if positions is None or positions.shape == tokens:
         return inputs
-    if sin.shape != cos.shape or (positions is None and cos.shape[0] < shape[-1]):
-        least = "P" if positions is not None else f"{shape[-1]} or more"
-        raise ValueError(f"{name}: cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}, expected ({least}, R/2) for both")
-    if positions is None or positions.shape == shape:
-        return inputs
-    given = positions.shape
-    leading = zip(reversed(given[:-1]), reversed(shape[:-1]), strict=False)
-    if not given or len(given) > len(shape) or given[-1] != shape[-1] or any(n not in (1, most) for n, most in leading):
-        raise ValueError(f"{name}: positions has shape {tuple(given)}, expected {tuple(shape)} or what expands to it")
-    return inputs._replace(positions=positions.expand(shape).contiguous())
+    try:
+        return inputs._replace(positions=positions.expand(tokens).contiguous())
+    except RuntimeError:
+        shapes = f"{tuple(positions.shape)}, expected {tuple(tokens)} or what expands to it"
+        raise ValueError(f"{name}: positions has shape {shapes}") from None
 
 
 # ---- reference --------------------------------------------------------------------------------------------------------------
@@ -257,14 +195,10 @@ def _with_positions(name: str, inputs: Inputs, shape: torch.Size) -> Inputs:
 def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     """The same in plain PyTorch, differentiable, on any device: what the kernels are tested against."""
     x, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias = inputs
-    if k is not None:
-        q = x
-        values: tuple[Tensor, ...] = ()
-    else:
-        width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
-        q = x[..., : options.heads * width].unflatten(-1, (options.heads, width))
-        k = x[..., options.heads * width : -options.kv_heads * width].unflatten(-1, (options.kv_heads, width))
-        values = (values_of(x, options),)
+    q, values = x, (() if k is not None else (values_of(x, options),))
+    if k is None:
+        parts = x.unflatten(-1, (-1, head_width(inputs, options)))
+        q, k = parts[..., : options.heads, :], parts[..., options.heads : -options.kv_heads, :]
     if cos is not None and sin is not None:
         cos, sin = (t[: q.shape[-3]] if positions is None else t[positions.long()] for t in (cos, sin))
     q, k = (_turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)))
@@ -281,12 +215,9 @@ def _turned(
         weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
         if weight is not None and options.zero_centered_weight:
             weight = weight + 1.0
-        if any(t is not None and t.dim() == 2 for t in (weight, bias)):
-            y = NORMS[Norm(options.norm)](y, None, None, options.eps)
-            y = y if weight is None else y * weight
-            y = y if bias is None else y + bias
-        else:
-            y = NORMS[Norm(options.norm)](y, weight, bias, options.eps)
+        per_head = any(t is not None and t.dim() == 2 for t in (weight, bias))
+        inside, behind = ((None, None), (weight, bias)) if per_head else ((weight, bias), (None, None))
+        y = affine(NORMS[Norm(options.norm)](y, *inside, options.eps), *behind)
     if cos is not None and sin is not None:
         cos, sin = (t.to(dtype).unsqueeze(-2) for t in (cos, sin))  # [..., T, 1, R/2]
         turns, rest = y[..., : 2 * cos.shape[-1]], y[..., 2 * cos.shape[-1] :]

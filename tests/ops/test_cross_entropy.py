@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import library
 
 from ops import cross_entropy, cross_entropy_fn, cross_entropy_launch, linear_cross_entropy_fn
 from ops.cross_entropy_launch import LossTile, loss_tile, streaming_tile
@@ -58,21 +57,25 @@ def close(found, expected, dtype):
     assert (found.double() - expected).abs().max().item() <= bound
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_loss_and_gradient_are_those_of_the_definition(device, dtype, in_place, reduction):
-    for index, options in enumerate(OPTIONS):
-        logits, targets = example(device, (2, 3, 40 + index % 2), dtype)
-        upstream = torch.arange(1.0, 7.0, device=device).view(2, 3) if reduction == "none" else torch.tensor(3.0, device=device)
-        leaf = logits.clone().requires_grad_()
-        loss = cross_entropy_fn(leaf * 1, targets, reduction=reduction, in_place=in_place, **options)
-        loss.backward(upstream)
-        expected, gradient = exact(logits, targets, upstream, reduction, **options)
-        assert loss.dtype == FP32 and loss.shape == expected.shape
-        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-        close(leaf.grad, gradient, dtype)
-        assert (leaf.grad[targets == -100] == 0).all()
+@pytest.mark.parametrize(
+    "case",
+    covering(
+        dtype=[FP32, BF16, FP16], in_place=[False, True], reduction=["mean", "sum", "none"], options=OPTIONS, width=[40, 41]
+    ),
+    ids=str,
+)
+def test_loss_and_gradient_are_those_of_the_definition(device, case):
+    dtype, reduction, options = case["dtype"], case["reduction"], case["options"]
+    logits, targets = example(device, (2, 3, case["width"]), dtype)
+    upstream = torch.arange(1.0, 7.0, device=device).view(2, 3) if reduction == "none" else torch.tensor(3.0, device=device)
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy_fn(leaf * 1, targets, reduction=reduction, in_place=case["in_place"], **options)
+    loss.backward(upstream)
+    expected, gradient = exact(logits, targets, upstream, reduction, **options)
+    assert loss.dtype == FP32 and loss.shape == expected.shape
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    close(leaf.grad, gradient, dtype)
+    assert (leaf.grad[targets == -100] == 0).all()
 
 
 # Widths of whole words and odd ones, that end with a block or don't; the first row begins with 16 bytes, or anywhere.
@@ -115,9 +118,9 @@ def test_logits_of_ten_thousand_and_of_minus_infinity(device, in_place):
     assert leaf.grad[1].isnan().all()
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "label_smoothing": 0.1}], ids=str)
-def test_it_is_as_exact_as_pytorch_in_fp32(device, options):
-    logits, targets = example(device, (64, 300), FP32, scale=4.0)
+def test_it_is_as_exact_as_pytorch_in_fp32(device):
+    options = {"softcap": 30.0, "label_smoothing": 0.1}
+    logits, targets = example(device, (32, 300), FP32, scale=4.0)
     expected, gradient = exact(logits, targets, torch.ones((), device=device), "sum", **options)
 
     def errors(function):
@@ -130,17 +133,18 @@ def test_it_is_as_exact_as_pytorch_in_fp32(device, options):
     assert (ours <= 2 * errors(lambda x: oracle(x, targets, **options).sum()) + 1e-7).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_targets_of_both_dtypes_and_any_ignored_number(device, dtype):
+def test_targets_of_both_dtypes_and_any_ignored_number(device):
     logits, targets = example(device, (9, 30), FP32)
     expected = cross_entropy_fn(logits, targets.where(targets != 7, -100))
-    targets = targets.where(targets != -100, 7).to(dtype)
-    torch.testing.assert_close(cross_entropy_fn(logits, targets, ignore_index=7), expected)
+    targets = targets.where(targets != -100, 7)
+    for given in (targets, targets.int()):
+        torch.testing.assert_close(cross_entropy_fn(logits, given, ignore_index=7), expected)
     assert (cross_entropy_fn(logits, targets, ignore_index=7, reduction="none")[targets == 7] == 0).all()
     assert cross_entropy_fn(logits, torch.full_like(targets, 7), ignore_index=7).isnan()
 
 
-def test_targets_out_of_range_raise_on_the_cpu():
+def test_targets_out_of_range_raise_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: False)
     for wrong in (30, -1):
         with pytest.raises(IndexError, match=r"out of (range|bounds)"):
             cross_entropy_fn(torch.randn(2, 30), torch.tensor([3, wrong]))
@@ -174,16 +178,16 @@ def test_in_place_the_gradient_takes_the_logits_memory_if_there_is_one(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("second", ["another backward", "the same backward"])
-def test_in_place_a_second_use_of_the_logits_raises(device, reduction, second):
+@pytest.mark.parametrize("again", [True, False], ids=["the same backward", "another backward"])
+def test_in_place_a_second_use_of_the_logits_raises(device, reduction, again):
     leaf, targets = example(device, (4, 32), FP32)
     logits = leaf.requires_grad_() * 1
     other = logits.sin().sum()  # which keeps the logits for its backward
     loss = cross_entropy_fn(logits, targets, reduction=reduction, in_place=True).sum()
-    if reduction == "none" or second == "the same backward":
+    if reduction == "none" or again:
         loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"a second backward|modified by an inplace operation"):
-        (loss if second == "the same backward" else other).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss if again else other).backward()
 
 
 def test_in_place_gradients_add_up_over_micro_batches_and_with_a_scaled_loss(device):
@@ -195,56 +199,11 @@ def test_in_place_gradients_add_up_over_micro_batches_and_with_a_scaled_loss(dev
     close(leaf.grad, gradient, FP32)
 
 
-def test_without_in_place_a_graph_serves_twice_but_can_not_be_differentiated_twice(device):
-    leaf, targets = example(device, (4, 32), FP32)
-    loss = cross_entropy_fn(leaf.requires_grad_(), targets)
-    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    (gradient,) = torch.autograd.grad(3 * loss, leaf, create_graph=True)
-    torch.testing.assert_close(3 * first, gradient)
-    with pytest.raises(RuntimeError, match="cross_entropy_fn: its gradients can't be differentiated again"):
-        gradient.sum().backward()
-
-
-def test_torch_func_has_the_hessian(device):
-    logits, targets = example(device, (4, 32), FP32)
-    found = torch.func.hessian(lambda x: cross_entropy_fn(x, targets[1:2]))(logits[1:2])
-    p = logits[1].softmax(-1)
-    torch.testing.assert_close(found.view(32, 32), p.diag() - p[:, None] * p, rtol=1e-4, atol=1e-6)
-
-
-# ---- errors ------------------------------------------------------------------------------------------------------------------
-
-X, T = torch.randn(4, 6, 8), torch.zeros(4, 6, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: cross_entropy_fn(X[..., :0], T), "logits has shape (4, 6, 0), expected (..., V) with V ≥ 1"),
-        (lambda: cross_entropy_fn(X, T[0]), "targets has shape (6,), expected (4, 6), a row of logits for each"),
-        (lambda: cross_entropy_fn(X, T.float()), "targets is float32 on cpu, accepted there: int64, int32"),
-        (lambda: cross_entropy_fn(X, T, reduction="avg"), "reduction is 'avg', accepted: none, mean, sum"),
-        (lambda: cross_entropy_fn(X, T, softcap=0.0), "softcap must be a finite number above 0, or None for none, got 0.0"),
-        (lambda: cross_entropy_fn(X, T, z_loss=-1), "z_loss must be a finite number of 0 or more, got -1"),
-        (lambda: cross_entropy_fn(X, T, label_smoothing=1.5), "label_smoothing must be in [0, 1], got 1.5"),
-        (lambda: cross_entropy_fn(X.clone().requires_grad_(), T, in_place=True), "would overwrite logits, a leaf"),
-        (lambda: cross_entropy_fn(X.clone().requires_grad_()[..., ::2], T, in_place=True), "logits whose rows lie at one"),
-        (lambda: linear_cross_entropy_fn(X, torch.ones(5, 9), T), "weight has shape (5, 9), expected (V, 8)"),
-        (lambda: linear_cross_entropy_fn(X, torch.ones(5, 8), T, reduction="none"), 'reduction is "none", accepted: mean, sum'),
-    ],
-)  # fmt: skip
-def test_a_mistake_names_the_argument_what_was_given_and_what_is_accepted(call, message):
-    with pytest.raises((ValueError, TypeError)) as error:
-        call()
-    assert message in str(error.value)
-
-
 # ---- the product and its loss ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, FP32, BF16, FP16], ids=str)
-def test_the_product_with_its_loss_has_the_gradients_of_both_in_one(device, chunks, dtype):
+@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float64, 3), (FP32, 1), (BF16, 3), (FP16, 3)], ids=str)
+def test_the_product_with_its_loss_has_the_gradients_of_both_in_one(device, dtype, chunks):
     hidden, _ = example(device, (2, 4, 16), dtype)
     weight, _ = example(device, (30, 16), torch.promote_types(dtype, FP32), seed=1)
     _, targets = example(device, (2, 4, 30), FP32)
@@ -272,29 +231,6 @@ def test_the_product_computes_only_gradients_that_are_asked_for(device):
     assert not plain.requires_grad and plain == frozen
     first, second = (torch.autograd.grad(frozen, hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
-
-
-# ---- dispatch ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", [cross_entropy_fn, lambda x, t: linear_cross_entropy_fn(x, x[:7] * 2, t % 7, chunks=2)])
-def test_compiled_graphs_hold_the_operators_and_give_the_same_bits(device, call):
-    torch._dynamo.reset()
-    logits, targets = example(device, (8, 32), FP32)
-    found = []
-    for fn in (call, torch.compile(call, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")):
-        leaf = logits.clone().requires_grad_()
-        loss = fn(leaf, targets.clamp(min=0))
-        (2 * loss).backward()
-        found.append((loss.detach(), leaf.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_opcheck(device):
-    logits, targets = example(device, (4, 32), FP32)
-    weight, options = torch.randn(8, 32, device=device, requires_grad=True), (-100, 1, 0.0, 0.0, 0.0)
-    library.opcheck(cross_entropy.cross_entropy_op, (logits.clone().requires_grad_(), targets, *options))
-    library.opcheck(cross_entropy.linear_op, (logits, weight, targets.clamp(max=7), 2, FP32, False, False, *options))
 
 
 def test_no_rows(device):

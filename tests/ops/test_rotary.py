@@ -5,13 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, library
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch import Tensor
 
-from ops import Norm, rotary, rotary_launch, rotary_operators, rotary_qk_fn, rotary_qkv_fn
+from ops import rotary, rotary_launch, rotary_qk_fn, rotary_qkv_fn
 from ops.launch import Launcher
 from ops.rotary_launch import Tile
-from ops.rotary_operators import Inputs, Options
 
 from .cases import BF16, FP16, FP32, Seen, covering, unaligned
 
@@ -22,10 +20,10 @@ ROUNDING = {FP32: 1e-6, FP16: 2**-11, BF16: 2**-8}
 
 @pytest.fixture(autouse=True)
 def fresh_calls():
-    """Calls are remembered with their tiles and kernels, which tests replace."""
-    rotary.forget()
+    """What is compiled for a call is remembered, and tests replace it."""
     yield
-    rotary.forget()
+    rotary_launch.forward_call.cache_clear()
+    rotary_launch.backward_call.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -151,25 +149,16 @@ def test_outputs_and_gradients_are_the_oracles(case, device):
     check(found, case, tensors)
     assert all(t.dtype == case.dtype for name, t in found.items() if "_out" in name)
     assert all(found[f"d{name}"].dtype == t.dtype for name, t in tensors.items() if f"d{name}" in found)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.dtype == FP32][::2], ids=str)
-def test_the_reference_is_the_oracle_too(case, device):
-    tensors = inputs(case, device)
     with mock.patch.object(rotary, "runs_kernels", return_value=False):
         check(results(call, case, tensors), case, tensors)
 
 
-TILES = [Tile(64, 1), Tile(4096, 4), Tile(512, 4, 2, 1), Tile(128, 2, 3, 4), Tile(2048, 4, 1, 6, 80)]
-
-
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [Tile(64, 1), Tile(512, 4, 2, 1), Tile(2048, 4, 1, 6, 80)], ids=str)
 def test_any_tile_gives_the_same(tile, device, monkeypatch):
     for name in ("forward_tile", "backward_tile"):
         monkeypatch.setattr(rotary_launch, name, lambda *_, **__: tile)
     for case in (Case("layernorm", bias=True, D=20), Case("rmsnorm", (6, 3), per_head=True), Case(None, packed=False)):
-        tensors = inputs(replace(case, tokens=(3, 29)), device)
-        tensors |= {name: tensors[name][:1].expand(29, -1).contiguous() for name in ("cos", "sin")}
+        tensors = inputs(replace(case, tokens=(2, 11)), device)
         check(results(call, case, tensors), case, tensors)
 
 
@@ -198,15 +187,12 @@ def views(t: Tensor) -> dict[str, Tensor]:
     }
 
 
-def test_a_packed_projection_is_read_where_it_lies(device):
+def test_tensors_and_gradients_are_read_where_they_lie(device):
     case = Case("rmsnorm", D=20)
     tensors = inputs(case, device)
     for name, t in views(tensors["qkv"].unflatten(-1, (-1, 20))).items():
         if name in ("part of a wider and longer one", "batches behind tokens"):
             assert all(map(torch.equal, call(case, tensors | {"qkv": t.flatten(-2)}), call(case, tensors)))
-
-
-def test_queries_keys_and_gradients_are_read_where_they_lie(device):
     case = Case("layernorm", packed=False)
     tensors = inputs(case, device)
     expected = call(case, tensors)
@@ -234,8 +220,7 @@ def test_positions_may_be_the_same_for_all_sequences_and_others_give_nan(device)
         call(case, tensors | {"positions": row})
 
 
-@pytest.mark.parametrize("tokens", [(0, 5), (2, 0)])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("tokens", "packed"), [((0, 5), True), ((2, 0), False)])
 def test_no_tokens_give_empty_outputs_and_zero_weight_gradients(tokens, packed, device):
     case = Case("layernorm", bias=True, tokens=tokens, packed=packed)
     found = results(call, case, inputs(case, device))
@@ -244,7 +229,7 @@ def test_no_tokens_give_empty_outputs_and_zero_weight_gradients(tokens, packed, 
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_new_number_of_tokens_or_sequences_makes_no_plan(packed, device, monkeypatch):
+def test_a_new_number_of_tokens_or_sequences_compiles_nothing(packed, device, monkeypatch):
     """Launches are counted and not made."""
     made, started = [], []
 
@@ -257,14 +242,12 @@ def test_a_new_number_of_tokens_or_sequences_makes_no_plan(packed, device, monke
             started.append(self)
 
     monkeypatch.setattr(rotary_launch, "Launcher", Counted)
-    whole = inputs(Case(packed=packed, positions=not packed, tokens=(2, 1000)), device)
-    whole |= {name: torch.zeros(1000, 8, device=device) for name in ("cos", "sin")}
-    for T in range(1, 1001):
+    whole = inputs(Case(packed=packed, positions=not packed, tokens=(2, 300)), device)
+    whole |= {name: torch.zeros(300, 8, device=device) for name in ("cos", "sin")}
+    for T in range(1, 301):
         rows = {name: whole[name][: 1 + T % 2, :T] for name in ("qkv", "q", "k", "positions") if name in whole}
-        given = whole | rows | {name: whole[name][:T] for name in ("cos", "sin")}
-        results(call, Case(packed=packed), given)
-    plans = [calls.cache_info().misses for calls in (rotary_launch.forward_call, rotary_launch.backward_call)]
-    assert plans == [1, 1] and len(made) == 3 and len(started) == 3000
+        results(call, Case(packed=packed), whole | rows | {name: whole[name][:T] for name in ("cos", "sin")})
+    assert len(made) == 3 and len(started) == 900
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------------------
@@ -294,124 +277,19 @@ def test_hooks_on_saved_tensors_may_bring_any_tensors(packed, device):
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
-@pytest.mark.parametrize("used", range(3))
-def test_outputs_that_nobody_uses_give_zeros(used, device):
-    tensors, gradients = inputs(Case(), device), []
-    for function, given in ((call, tensors), (oracle, doubles(tensors))):
-        qkv = given["qkv"].requires_grad_()
-        gradients += torch.autograd.grad(function(Case(), given)[used].sin().sum(), qkv)
-    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=1e-4, atol=1e-5)
+def test_outputs_that_nobody_uses_give_zeros(device):
+    qkv = inputs(Case(), device)["qkv"].requires_grad_()
+    for used, features in enumerate((slice(0, 48), slice(48, 64), slice(64, 80))):
+        (gradient,) = torch.autograd.grad(rotary_qkv_fn(qkv, None, None, 3, 1)[used].sum(), qkv)
+        assert (gradient[..., features] == 1).all() and gradient.sum() == gradient[..., features].numel()
 
 
-@pytest.mark.parametrize("norm", [None, "rmsnorm"])
-def test_without_a_norm_the_projection_is_not_kept_for_backward(norm, device):
+def test_without_a_norm_the_projection_is_not_kept_for_backward(device):
     tensors, kept = inputs(Case(), device), []
-    qkv = tensors["qkv"].requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        rotary_qkv_fn(qkv, tensors["cos"], tensors["sin"], 3, 1, norm=norm)
-    assert any(t is qkv for t in kept) == (norm is not None)
-
-
-def test_gradients_of_gradients_are_refused_on_the_kernels_and_right_on_the_reference(device):
-    case = Case("layernorm", bias=True)
-    tensors = inputs(case, device)
-    q, *_ = call(case, tensors | {"qkv": tensors["qkv"].requires_grad_()})
-    (gradient,) = torch.autograd.grad(q.sum(), tensors["qkv"], create_graph=True)
-    with pytest.raises(RuntimeError, match="rotary_qkv_fn: its gradients can't be differentiated again"):
-        gradient.square().sum().backward()
-    small = doubles(inputs(replace(case, D=4, tokens=(2,)), torch.device("cpu")))
-    names = ("qkv", "q_weight", "k_bias")
-    with mock.patch.object(rotary, "runs_kernels", return_value=False):
-        assert torch.autograd.gradgradcheck(
-            lambda *t: call(case, small | dict(zip(names, t, strict=True))), [small[name].requires_grad_() for name in names]
-        )
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, 1)), in_dims=(0, None)),
-        lambda f: lambda x, w: torch.func.jvp(lambda x: f(x, w), (x,), (x.cos(),)),
-    ],
-    ids=["vmap of grad", "jvp"],
-)
-def test_torch_func_differentiates_and_maps(transform, device):
-    tensors = inputs(Case(), device)
-
-    def loss(function):
-        return lambda qkv, w: sum(t.sin().sum() for t in function(Case(), tensors | {"qkv": qkv, "q_weight": w}))
-
-    found, expected = (transform(loss(function))(tensors["qkv"], tensors["q_weight"]) for function in (call, oracle))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_forward_mode_differentiation_is_refused_not_ignored(device):
-    qkv = inputs(Case(), device)["qkv"]
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"jvp|forward"):
-        rotary_qkv_fn(torch.autograd.forward_ad.make_dual(qkv, torch.ones_like(qkv)), None, None, 3, 1)
-
-
-# ---- operators --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", [Case("layernorm", bias=True), Case(None, positions=True), Case(packed=False)], ids=str)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_code_gives_the_bits_of_eager_code_without_a_graph_break(case, dynamic, device):
-    torch._dynamo.reset()
-    # A machine without a GPU may lack a compiler.
-    counter = CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=counter)
-    counts = []
-    for tokens in ((2, 5), (2, 7), (3, 9)):
-        tensors = inputs(replace(case, tokens=tokens), device)
-        expected, found = (results(function, case, tensors) for function in (call, compiled))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        with torch.inference_mode():
-            assert all(map(torch.equal, compiled(case, tensors), call(case, tensors)))
-        counts.append(counter.frame_count)
-    assert not dynamic or counts[0] == counts[-1]  # nothing is compiled again for another number of tokens
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_opcheck(packed, device):
-    tensors = inputs(Case("layernorm", bias=True, packed=packed), device)
-    given = Inputs(tensors["qkv" if packed else "q"], *(tensors.get(name) for name in Inputs._fields[1:]))
-    options = Options(3, 1, int(Norm.layernorm), EPS, False, False)
-    library.opcheck(rotary_operators.rotary_forward, (*given, *options))
-    upstream = [torch.randn(2, 5, n, 16, device=device) for n in (3, 1, 1)]
-    upstream[2] = upstream[2] if packed else None
-    library.opcheck(rotary_operators.rotary_backward, (*upstream, *given, *options, [True, False, True, True]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads": 4}, r"qkv has shape \(2, 5, 80\), expected \(\.\.\., T, \(4 \+ 2·1\)·D\)"),
-        ({"cos": None}, r"cos and sin are a pair"),
-        ({"cos": torch.zeros(4, 8), "sin": torch.zeros(4, 8)}, r"cos has shape \(4, 8\), .*expected \(5 or more, R/2\)"),
-        ({"sin": torch.zeros(5, 4)}, r"sin \(5, 4\), expected \(5 or more, R/2\) for both"),
-        ({"cos": torch.zeros(11, 8, requires_grad=True)}, r"cos and sin get no gradient"),
-        ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions has shape \(3,\), expected \(2, 5\) or what expands"),
-        ({"norm": None}, r"q_weight was given without a norm"),
-        ({"q_weight": torch.zeros(3)}, r"q_weight has shape \(3,\), expected \(16,\), or \(3, 16\) by head"),
-        ({"k_weight": torch.zeros(1, 16)}, r"all by head, or none is"),
-        ({"k_weight": torch.zeros(16, device="meta")}, r"k_weight is on meta, expected"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_runs(change, message, device):
-    given = {**inputs(Case(), device), "heads": 3, "kv_heads": 1, "norm": "rmsnorm"}
-    moved = {name: t.to(device) if isinstance(t, Tensor) and t.device.type == "cpu" else t for name, t in change.items()}
-    for _ in range(2):  # a call like one that was right too
-        with pytest.raises(ValueError, match=f"rotary_qkv_fn: .*{message}"):
-            rotary_qkv_fn(**given | moved)
-        rotary_qkv_fn(**given)
-
-
-def test_keys_that_do_not_match_queries_are_told(device):
-    q = torch.zeros(2, 5, 3, 16, device=device)
-    for keys, message in ((q[:, :4], "but for the number of heads"), (q.bfloat16(), r"k is torch.bfloat16 on .*, as q")):
-        with pytest.raises(ValueError, match=message):
-            rotary_qk_fn(q, keys, None, None)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        for norm in (None, "rmsnorm"):
+            rotary_qkv_fn(tensors["qkv"].requires_grad_(), tensors["cos"], tensors["sin"], 3, 1, norm=norm)
+    assert kept.count(tensors["qkv"].shape) == 1
 
 
 # ---- on a GPU ---------------------------------------------------------------------------------------------------------------
@@ -419,10 +297,9 @@ def test_keys_that_do_not_match_queries_are_told(device):
 LARGE = [
     Case("rmsnorm", heads=(12, 12), D=64, dtype=BF16, tokens=(4, 1000)),
     Case("layernorm", heads=(32, 8), D=128, dtype=BF16, tokens=(4, 1000), bias=True),
-    Case("rmsnorm", heads=(8, 4), D=256, dtype=FP16, tokens=(3, 333), part=0.25),
     Case(None, heads=(7, 7), D=80, dtype=BF16, tokens=(3, 333), part=0.4),
     Case("rmsnorm", heads=(12, 3), D=112, dtype=BF16, tokens=(2, 777), interleaved=True, per_head=True),
-    Case("layernorm", heads=(5, 1), D=100, dtype=FP32, tokens=(2, 777)),
+    Case("layernorm", heads=(5, 1), D=100, dtype=FP16, tokens=(2, 777)),
 ]
 
 

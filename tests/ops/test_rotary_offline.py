@@ -13,10 +13,8 @@ import torch
 
 CASES: dict[str, dict] = {
     "12/12x64": {"heads": (12, 12), "D": 64},
-    "32/8x128": {"heads": (32, 8), "D": 128},
     "8/4x256 layernorm": {"heads": (8, 4), "D": 256, "norm": "layernorm"},
     "12/12x80, R = 32": {"heads": (12, 12), "D": 80, "R": 32},
-    "12/12x64 interleaved": {"heads": (12, 12), "D": 64, "interleaved": True},
     "12/12x64 turned only": {"heads": (12, 12), "D": 64, "norm": None},
 }
 TOKENS = {"12/12x64": [(2, 1), (1, 64), (3, 7)]}  # of which Triton could make 1, a multiple of 16, another
@@ -65,10 +63,7 @@ def main() -> None:
         for B, T in TOKENS.get(name, [(2, 64)]):
             qkv = torch.randn(B, T, (heads + 2 * kv_heads) * D, dtype=torch.bfloat16).requires_grad_()
             table = torch.rand(T, case.get("R", D) // 2)
-            outputs = rotary.rotary_qkv_fn(
-                qkv, table, table, heads, kv_heads, norm=norm, q_weight=weight, k_weight=weight,
-                interleaved=case.get("interleaved", False),
-            )  # fmt: skip
+            outputs = rotary.rotary_qkv_fn(qkv, table, table, heads, kv_heads, norm=norm, q_weight=weight, k_weight=weight)
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
         for found in OfflineLauncher.found:
             print(json.dumps({"case": name, **found}), flush=True)

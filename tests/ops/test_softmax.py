@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch import library
 
-from ops import log_softmax_fn, softmax, softmax_fn, softmax_launch
+from ops import log_softmax_fn, softmax_fn, softmax_launch
 from ops.softmax_launch import SoftmaxTile, softmax_tile
 
-from .cases import BF16, FP16, FP32
+from .cases import BF16, FP16, FP32, covering
 
 FUNCTIONS = [softmax_fn, log_softmax_fn]
 ERROR = {FP32: 1e-5, BF16: 2**-7, FP16: 2**-10}
@@ -43,21 +42,18 @@ def check(fn, x, scale=1.0, mask=None):
         close(mask.grad, gradients[1], mask.dtype)
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("width", [1, 7, 40, 300, 1100])
-def test_values_and_gradients(device, fn, dtype, width):
-    x = 3 * torch.randn(3, 5, width, generator=torch.Generator().manual_seed(width)).to(device)
-    check(fn, x.to(dtype))
+@pytest.mark.parametrize("case", covering(width=[1, 7, 40, 300, 1100], dtype=[FP32, BF16, FP16], fn=FUNCTIONS), ids=str)
+def test_values_and_gradients(device, case):
+    x = 3 * torch.randn(3, 5, case["width"], generator=torch.Generator().manual_seed(0)).to(device)
+    check(case["fn"], x.to(case["dtype"]))
 
 
 SHAPES = [(24,), (5, 24), (2, 3, 5, 24), (2, 1, 5, 24), (2, 1, 1, 24), (1, 3, 1, 24), (2, 3, 5, 1), (2, 1, 5, 1), (1,), ()]
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.bool, BF16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_mask_broadcasts_as_pytorch_has_it(device, fn, dtype, shape):
+@pytest.mark.parametrize("case", covering(shape=SHAPES, dtype=[torch.bool, BF16], fn=FUNCTIONS), ids=str)
+def test_a_mask_broadcasts_as_pytorch_has_it(device, case):
+    fn, dtype, shape = case["fn"], case["dtype"], case["shape"]
     generator = torch.Generator().manual_seed(0)
     x, mask = torch.randn(2, 3, 5, 24, generator=generator), torch.randn(shape, generator=generator).to(dtype)
     if dtype is torch.bool:
@@ -73,12 +69,11 @@ def test_every_tile(device, fn, tile, monkeypatch):
     if tile.distance and device.type == "cpu":
         pytest.skip("only a GPU can bring rows into L2")
     monkeypatch.setattr(softmax_launch, "softmax_tile", lambda *_: tile)
-    x = torch.randn(7, 300, generator=torch.Generator().manual_seed(1)).to(device)
-    mask = torch.ones(300, dtype=torch.bool, device=device)
-    mask[:150] = False  # whole blocks of nothing
-    check(fn, x)
+    x = torch.randn(7, 200, generator=torch.Generator().manual_seed(1)).to(device)
+    mask = torch.ones(200, dtype=torch.bool, device=device)
+    mask[:100] = False  # whole blocks of nothing
     check(fn, x, 2.0, mask)
-    check(fn, x[:, :297])  # rows that lie apart
+    check(fn, x[:3, :197])  # rows that lie apart
     check(fn, x.t()[:7])
 
 
@@ -92,52 +87,10 @@ def test_large_numbers_and_rows_of_minus_infinity(device, fn):
     assert fn(x)[2:].isnan().any(-1).all() and fn(x)[2].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1.0],), "softmax_fn: x must be a tensor, got list"),
-        ((torch.ones(2, 0),), "x has shape (2, 0), expected (..., N) with N ≥ 1"),
-        ((torch.ones(2, 4), float("nan")), "softmax_fn: scale must be a finite number, got nan"),
-        ((torch.ones(2, 4), 1.0, torch.ones(3)), "mask has shape (3,), expected one that broadcasts to x's (2, 4)"),
-        ((torch.ones(2, 4), 1.0, torch.ones(1, 2, 4)), "mask has shape (1, 2, 4), expected one that broadcasts"),
-        ((torch.ones(2, 4), 1.0, torch.ones(4).long()), "mask is int64 on cpu, accepted there: bool, float32"),
-    ],
-)
-def test_errors(arguments, message):
-    for fn in FUNCTIONS:
-        with pytest.raises((TypeError, ValueError)) as error:
-            fn(*arguments)
-        assert message in str(error.value)
-
-
-def test_second_order_raises_but_in_torch_func(device):
-    x = torch.randn(2, 5, device=device, requires_grad=True)
-    (gradient,) = torch.autograd.grad(softmax_fn(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="softmax_fn: its gradients can't be differentiated again"):
-        gradient.sum().backward()
-    found, expected = (
-        torch.func.hessian(lambda x, f=f: f(x).square().sum())(x.detach()) for f in (softmax_fn, lambda x: x.softmax(-1))
-    )
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("fn", FUNCTIONS)
-def test_compiled_it_gives_the_same_bits(device, fn):
-    torch._dynamo.reset()
-    mask = torch.randn(1, 24, device=device)
-    results = []
-    for call in (fn, torch.compile(fn, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")):
-        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
-        y = call(x, 0.5, mask)
-        y.backward(y.detach() * 2)
-        results.append((y.detach(), x.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_opcheck_and_no_rows(device):
-    x = torch.randn(3, 24, device=device, requires_grad=True)
-    library.opcheck(softmax.softmax_op, (x, torch.ones(24, dtype=torch.bool, device=device), 2.0, False))
-    assert softmax_fn(x[:0], 1.0, torch.ones(0, 1, device=device)).shape == (0, 24)
+def test_no_rows(device):
+    x = torch.randn(0, 24, device=device, requires_grad=True)
+    softmax_fn(x, 1.0, torch.ones(0, 1, device=device)).sum().backward()
+    assert x.grad.shape == (0, 24)
 
 
 def test_tiles_hold_whole_rows_of_every_width():

@@ -1,0 +1,173 @@
+"""What holds for rotary positions, softmax and cross-entropy alike: torch.compile, torch.func, gradients of gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ops import (
+    Norm,
+    cross_entropy,
+    cross_entropy_fn,
+    linear_cross_entropy_fn,
+    log_softmax_fn,
+    rotary_operators,
+    rotary_qk_fn,
+    rotary_qkv_fn,
+    softmax,
+    softmax_fn,
+)
+
+
+def targets(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[:-1].numel(), device=x.device).view(x.shape[:-1]) % 7
+
+
+def angles(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    table = torch.outer(torch.arange(x.shape[dim], device=x.device), torch.arange(1, 9, device=x.device) / 8)
+    return table.cos(), table.sin()
+
+
+def rotary_qkv(x: Tensor, w: Tensor) -> Tensor:
+    return torch.cat(rotary_qkv_fn(x, *angles(x, -2), 2, 1, norm="rmsnorm", q_weight=w[:16], k_weight=w[:16]), -2)
+
+
+def rotary_qk(x: Tensor, w: Tensor) -> Tensor:
+    x = x.unflatten(-1, (4, 16))
+    return torch.cat((*rotary_qk_fn(x[..., :2, :], x[..., 2:3, :], *angles(x, -3)), x[..., 3:, :] * w[:16]), -2)
+
+
+def rotated(x: Tensor, w: Tensor, norm: bool) -> Tensor:
+    x = x.unflatten(-1, (4, 16))
+    (cos, sin), turns = angles(x, -3), x[..., :3, :]
+    a, b = (F.rms_norm(turns, (16,), w[:16], 1e-6) if norm else turns).chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((torch.cat((a * cos - b * sin, a * sin + b * cos), -1), x[..., 3:, :] * (1 if norm else w[:16])), -2)
+
+
+# Of x [..., T, 64] and w [64]: ours, and the same in PyTorch's operations.
+CALLS = {
+    "softmax_fn": (lambda x, w: softmax_fn(x, 0.5, w), lambda x, w: (x * 0.5 + w).softmax(-1)),
+    "log_softmax_fn": (lambda x, w: log_softmax_fn(x, 0.5, w), lambda x, w: (x * 0.5 + w).log_softmax(-1)),
+    "cross_entropy_fn": (
+        lambda x, w: cross_entropy_fn(x * w, targets(x), reduction="sum"),
+        lambda x, w: F.cross_entropy((x * w).flatten(0, -2), targets(x).flatten(), reduction="sum"),
+    ),
+    "linear_cross_entropy_fn": (
+        lambda x, w: linear_cross_entropy_fn(x, w.repeat(9, 1).tril(), targets(x), chunks=2),
+        lambda x, w: F.cross_entropy((x @ w.repeat(9, 1).tril().mT).flatten(0, -2), targets(x).flatten()),
+    ),
+    "rotary_qkv_fn": (rotary_qkv, lambda x, w: rotated(x, w, True)),
+    "rotary_qk_fn": (rotary_qk, lambda x, w: rotated(x, w, False)),
+}
+TRANSFORMS = {
+    "hessian": lambda f: torch.func.hessian(f),
+    "vmap of grad": lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, 1)), in_dims=(0, None)),
+    "jvp": lambda f: lambda x, w: torch.func.jvp(lambda x: f(x, w), (x,), (x.cos(),)),
+}
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+def examples(device: torch.device, sequences: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sequences)
+    return tuple(torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in ((sequences, 3, 64), (64,)))
+
+
+@every_call
+def test_compiled_code_gives_the_bits_of_eager_code_without_a_graph_break(name, device):
+    torch._dynamo.reset()
+    # A machine without a GPU may lack a compiler.
+    counter = CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
+    ours, _ = CALLS[name]
+    compiled, counts = torch.compile(ours, fullgraph=True, dynamic=True, backend=counter), []
+    for sequences in (2, 5):
+        tensors, found = examples(device, sequences), []
+        for call in (ours, compiled):
+            y = call(*tensors)
+            with torch.no_grad():
+                assert torch.equal(call(*tensors), y)
+            found.append((y, *torch.autograd.grad(y, tensors, 2 * y.detach())))
+        assert all(map(torch.equal, *found))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1]  # nothing is compiled again for another number of rows
+
+
+@every_call
+def test_gradients_of_gradients_are_refused(name, device):
+    ours, tensors = CALLS[name][0], examples(device)
+    y = ours(*tensors)
+    expected = torch.autograd.grad(y, tensors, y.detach(), retain_graph=True)
+    found = torch.autograd.grad(y, tensors, y.detach(), create_graph=True)
+    assert all(map(torch.equal, found, expected))
+    with pytest.raises(RuntimeError, match=f"{name}: its gradients can't be differentiated again"):
+        found[0].square().sum().backward()
+
+
+@every_call
+def test_forward_mode_differentiation_is_refused_not_ignored(name, device):
+    x, w = (t.detach() for t in examples(device))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"jvp|forward"):
+        CALLS[name][0](torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), w)
+
+
+@every_call
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func_differentiates_and_maps(name, transform, device):
+    x, w = (t.detach() for t in examples(device))
+    found, expected = (TRANSFORMS[transform](lambda x, w, f=f: f(x, w).sin().sum())(x, w) for f in CALLS[name])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_opcheck(device):
+    x, w = examples(device)
+    rows, options = x.flatten(0, 1), (1, -100, 0.0, 0.0, 0.0)
+    library.opcheck(softmax.softmax_op, (x, w > 0, 2.0, False))
+    library.opcheck(cross_entropy.cross_entropy_op, (rows.detach().requires_grad_(), targets(rows), *options))
+    matrix = torch.randn(8, 64, device=device, requires_grad=True)
+    library.opcheck(cross_entropy.linear_op, (rows.detach(), matrix, targets(rows), 2, torch.float32, False, False, *options))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_opcheck_of_rotary(packed, device):
+    qkv, w = (t.detach() for t in examples(device))
+    q, k = qkv.unflatten(-1, (4, 16))[..., :2, :], qkv.unflatten(-1, (4, 16))[..., 2:3, :]
+    given = (*((qkv, None) if packed else (q, k)), *angles(qkv, -2), None, *[w[:16]] * 4)
+    options = (2, 1, int(Norm.layernorm), 0.1, False, False)
+    library.opcheck(rotary_operators.rotary_forward, (*given, *options))
+    upstream = (q.contiguous(), k.contiguous(), k.contiguous() if packed else None)
+    library.opcheck(rotary_operators.rotary_backward, (*upstream, *given, *options, [True, False, True, True]))
+
+
+X, LEAF, TARGETS = torch.zeros(4, 6, 8), torch.zeros(4, 6, 8, requires_grad=True), torch.zeros(4, 6, dtype=torch.int64)
+TABLE, W = torch.zeros(6, 1), torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: softmax_fn(X[..., :0]), "softmax_fn: x has shape (4, 6, 0), expected (..., N) with N ≥ 1"),
+        (lambda: log_softmax_fn(X, 1.0, torch.ones(3)), "log_softmax_fn: mask has shape (3,), expected one that broadcasts"),
+        (lambda: cross_entropy_fn(X[..., :0], TARGETS), "logits has shape (4, 6, 0), expected (..., V) with V ≥ 1"),
+        (lambda: cross_entropy_fn(X, TARGETS[0]), "targets has shape (6,), expected (4, 6), a row of logits for each"),
+        (lambda: cross_entropy_fn(X, TARGETS, reduction="avg"), "reduction is 'avg', accepted: none, mean, sum"),
+        (lambda: cross_entropy_fn(LEAF, TARGETS, in_place=True), "would overwrite logits, a leaf"),
+        (lambda: cross_entropy_fn(LEAF[..., ::2], TARGETS, in_place=True), "logits whose rows lie at one"),
+        (lambda: linear_cross_entropy_fn(X, torch.ones(5, 9), TARGETS), "hidden has shape (4, 6, 8), weight (5, 9), expected"),
+        (lambda: rotary_qkv_fn(X, TABLE, TABLE, 4, 1), "qkv has shape (4, 6, 8), expected (..., T, (4 + 2·1)·D)"),
+        (lambda: rotary_qkv_fn(X, TABLE, None, 2, 1), "cos and sin are a pair"),
+        (lambda: rotary_qkv_fn(X, TABLE, TABLE[1:], 2, 1), "sin (5, 1), expected (6 or more, R/2) for both"),
+        (lambda: rotary_qkv_fn(X, LEAF[0, :, :1], TABLE, 2, 1), "cos and sin get no gradient"),
+        (lambda: rotary_qkv_fn(X, TABLE, TABLE, 2, 1, positions=TARGETS[:, :3]), "positions has shape (4, 3), expected (4, 6)"),
+        (lambda: rotary_qkv_fn(X, TABLE, TABLE, 2, 1, q_weight=W), "q_weight was given without a norm"),
+        (
+            lambda: rotary_qkv_fn(X, TABLE, TABLE, 2, 1, norm="rmsnorm", q_weight=W, k_weight=W[None]),
+            "q_weight has shape (2,), expected (2,), or (2, 2) where all weights and biases are by head",
+        ),
+        (lambda: rotary_qk_fn(X[None], X[None, :2], None, None), "rotary_qk_fn: k has shape"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_the_argument_what_was_given_and_what_is_accepted(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert message in str(error.value)

@@ -42,7 +42,12 @@ def check(fn, x, scale=1.0, mask=None):
         close(mask.grad, gradients[1], mask.dtype)
 
 
-@pytest.mark.parametrize("case", covering(width=[1, 7, 40, 300, 1100], dtype=[FP32, BF16, FP16], fn=FUNCTIONS), ids=str)
+def named(case):
+    """Without the place of the function in memory, so that all processes of pytest give a test the same name."""
+    return str(case | {"fn": case["fn"].__name__})
+
+
+@pytest.mark.parametrize("case", covering(width=[1, 7, 40, 300, 1100], dtype=[FP32, BF16, FP16], fn=FUNCTIONS), ids=named)
 def test_values_and_gradients(device, case):
     x = 3 * torch.randn(3, 5, case["width"], generator=torch.Generator().manual_seed(0)).to(device)
     check(case["fn"], x.to(case["dtype"]))
@@ -51,7 +56,7 @@ def test_values_and_gradients(device, case):
 SHAPES = [(24,), (5, 24), (2, 3, 5, 24), (2, 1, 5, 24), (2, 1, 1, 24), (1, 3, 1, 24), (2, 3, 5, 1), (2, 1, 5, 1), (1,), ()]
 
 
-@pytest.mark.parametrize("case", covering(shape=SHAPES, dtype=[torch.bool, BF16], fn=FUNCTIONS), ids=str)
+@pytest.mark.parametrize("case", covering(shape=SHAPES, dtype=[torch.bool, BF16], fn=FUNCTIONS), ids=named)
 def test_a_mask_broadcasts_as_pytorch_has_it(device, case):
     fn, dtype, shape = case["fn"], case["dtype"], case["shape"]
     generator = torch.Generator().manual_seed(0)

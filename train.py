@@ -19,7 +19,7 @@ from torch import Tensor
 
 from configs import Config, command_line
 from configs.machine import Machine
-from configs.schema import OptimConfig, Schedule
+from configs.schema import OptimConfig, Precision, Schedule
 from data import Batches, load_corpus
 from measure.clock import StepClock
 from training import pretrained
@@ -31,12 +31,11 @@ from training.evaluation import validate
 from training.facts import Summary, facts
 from training.interrupt import Interrupt, Stopped
 from training.metrics import Metrics, quantities
-from training.precision import Precision
 from training.profile import UNTIMED, profiled
 from training.run import Run
 from training.sampling import encode_prompt, write_sample
 from training.sharding import full_tensor
-from training.step import allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
+from training.step import MixedPrecision, allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
 
 
 def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summary:
@@ -49,8 +48,8 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
         SystemExit: Ctrl-C (130), SIGTERM (143), SIGHUP (129) or SIGUSR1 (138), after a checkpoint.
     """
     # ---- data --------------------------------------------------------------------------------------------------------------
-    precision = Precision.settle(cfg.train.precision, machine)
-    cfg.train.precision = precision.wanted  # config.yaml says what `auto` became, so that a resumed run keeps it
+    precision = MixedPrecision.of(cfg.train.precision, machine)
+    cfg.train.precision = Precision(str(precision))  # config.yaml says what `auto` became, so that a resumed run keeps it
     with world.shared_errors(), command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         batches = Batches(
@@ -129,7 +128,7 @@ def training_step(
     batch: tuple[Tensor, Tensor],
     step: int,
     cfg: Config,
-    precision: Precision,
+    precision: MixedPrecision,
     world: World = ALONE,
     mark: Callable[[str], None] = lambda part: None,
 ) -> tuple[Tensor, Tensor]:

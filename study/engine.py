@@ -21,8 +21,7 @@ from model import GPT
 from train import learning_rate
 from training import pretrained
 from training.build import build
-from training.precision import Precision
-from training.step import seed_micro_batch
+from training.step import MixedPrecision, seed_micro_batch
 
 WARM_UP = 3  # steps before the capture: kernels are compiled and memory is reserved
 
@@ -41,7 +40,7 @@ class Engine:
         ConfigError: on a GPU, a step that can't be captured.
     """
 
-    def __init__(self, cfg: Config, precision: Precision, corpus: Corpus, fill: Fill = lambda model: None) -> None:
+    def __init__(self, cfg: Config, precision: MixedPrecision, corpus: Corpus, fill: Fill = lambda model: None) -> None:
         self.cfg, self.precision = cfg, precision
         device, train = precision.device, cfg.train
         self.model, state, self.forward = build(cfg, precision, corpus.tokenizer.vocab_size, fill=fill)
@@ -194,7 +193,7 @@ class Engine:
         return train, val
 
 
-def initial_values(cfg: Config, precision: Precision, corpus: Corpus, fill: Fill = lambda model: None) -> list[Tensor]:
+def initial_values(cfg: Config, precision: MixedPrecision, corpus: Corpus, fill: Fill = lambda model: None) -> list[Tensor]:
     """The weights that `train.py` begins with, and what `fill` makes of them."""
 
     def filled(model: GPT) -> None:

@@ -21,9 +21,9 @@ from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
 from training import checkpoint
 from training.metrics import read_metrics
-from training.precision import Precision
 from training.resume import settle
 from training.run import open_run
+from training.step import MixedPrecision
 
 ROOT = Path(__file__).parent.parent
 CPU = Machine("cpu")
@@ -49,8 +49,8 @@ def config(**model) -> Config:
     return Config(model=ModelConfig(**sizes | model), train=TrainConfig(batch_size=2))
 
 
-def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
-    return Precision(torch.device("cpu"), dtype)
+def precision(dtype: torch.dtype = torch.bfloat16) -> MixedPrecision:
+    return MixedPrecision(torch.device("cpu"), dtype)
 
 
 @cache

@@ -19,7 +19,7 @@ from training.checkpoint import Saver
 from training.distributed import ALONE
 from training.evaluation import Validation
 from training.metrics import Health, NonFiniteError
-from training.precision import Precision
+from training.step import MixedPrecision
 
 GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
 
@@ -210,7 +210,7 @@ def test_a_validation_loss_that_is_no_number_stops_the_run_and_is_never_the_best
 
 
 def test_a_gradient_that_is_never_finite_stops_an_fp16_run(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(Precision, "scaler", lambda _: torch.amp.GradScaler("cpu", init_scale=4.0))
+    monkeypatch.setattr(MixedPrecision, "scaler", lambda _: torch.amp.GradScaler("cpu", init_scale=4.0))
     scale = torch.amp.GradScaler.scale
     monkeypatch.setattr(torch.amp.GradScaler, "scale", lambda self, loss: scale(self, loss) * float("nan"))
     with pytest.raises(NonFiniteError, match=r"every loss scale down to 0\.5 at step 3"):

@@ -16,8 +16,8 @@ from training.distributed import World, join
 from training.facts import Summary, report
 from training.interrupt import exit_on_signals
 from training.metrics import NonFiniteError
-from training.precision import deterministic
 from training.run import Run, open_run
+from training.step import set_deterministic
 from training.storage import StorageError, relative
 
 Train = Callable[[Config, Run, Machine, World], Summary]
@@ -82,7 +82,8 @@ def job(train: Train, asked: Job, world: World) -> int:
             tracking.settle(origin.cfg.logging)
         group = folder.parent.name if sweep else None
         device = torch.device(inspected.device)
-        with deterministic(origin.cfg.deterministic), open_run(origin, device, group, world) as run:
+        set_deterministic(origin.cfg.deterministic)
+        with open_run(origin, device, group, world) as run:
             summary = train(origin.cfg, run, inspected, world)
     except (NonFiniteError, StorageError) as error:
         if world.leads:

@@ -11,9 +11,9 @@ from training.checkpoint import Validation
 from training.distributed import ALONE, World
 from training.interrupt import Interrupt
 from training.metrics import Metrics, NonFiniteError
-from training.precision import Precision
 from training.run import Run
 from training.sharding import forward_only, is_sharded
+from training.step import MixedPrecision
 
 
 def validate(run: Run, split: Split, metrics: Metrics, interrupt: Interrupt, world: World = ALONE) -> None:
@@ -54,7 +54,7 @@ def validate(run: Run, split: Split, metrics: Metrics, interrupt: Interrupt, wor
 def evaluate(
     model: torch.nn.Module,
     split: Split,
-    precision: Precision,
+    precision: MixedPrecision,
     *,
     context: int,
     batch_size: int,

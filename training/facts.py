@@ -12,9 +12,9 @@ from data import Corpus
 from model import GPT
 from training.checkpoint import Validation
 from training.distributed import ALONE, World
-from training.precision import Precision
 from training.resume import Start
 from training.sharding import is_sharded
+from training.step import MixedPrecision
 from training.storage import relative
 
 OPERATORS = {
@@ -38,7 +38,7 @@ class Summary:
 
 
 def facts(
-    origin: Start, precision: Precision, corpus: Corpus, model: GPT, sizes: dict[str, float], world: World = ALONE
+    origin: Start, precision: MixedPrecision, corpus: Corpus, model: GPT, sizes: dict[str, float], world: World = ALONE
 ) -> dict[str, str]:
     """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
     cfg, device = origin.cfg, precision.device
@@ -68,7 +68,7 @@ def facts(
     return {
         "device": f"{device.type}, {hardware}",
         **ranks,
-        "precision": str(precision) + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
+        "precision": str(precision) + compiled + (", deterministic" if cfg.deterministic else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}{placed}: {norms}{masks}",
         "loss": f"{cfg.loss.impl}" + (f", {cfg.loss.chunks} chunks" if cfg.loss.chunks > 1 else ""),
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}" + begins,

@@ -14,8 +14,8 @@ from measure.gpu import peak_flops
 from model import GPT
 from training.checkpoint import TrainState
 from training.distributed import World
-from training.precision import Precision
 from training.sharding import full_tensor
+from training.step import MixedPrecision
 
 
 def batch_tokens(cfg: Config) -> int:
@@ -43,7 +43,7 @@ class Metrics:
     """
 
     def __init__(
-        self, state: TrainState, cfg: Config, corpus: Corpus, precision: Precision, clock: StepClock, world: World
+        self, state: TrainState, cfg: Config, corpus: Corpus, precision: MixedPrecision, clock: StepClock, world: World
     ) -> None:
         self.health = Health(precision.device, state.scaler)
         self.state, self.precision, self.clock = state, precision, clock

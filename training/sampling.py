@@ -11,9 +11,9 @@ from data import Tokenizer
 from model import GPT
 from training.distributed import World
 from training.interrupt import Interrupt, Stopped
-from training.precision import Precision
 from training.run import Run
 from training.sharding import forward_only, is_sharded
+from training.step import MixedPrecision
 from training.storage import resume_command
 
 
@@ -64,7 +64,7 @@ def continue_text(
 
 
 def write_sample(
-    run: Run, model: GPT, tokenizer: Tokenizer, ids: list[int], precision: Precision, interrupt: Interrupt, world: World
+    run: Run, model: GPT, tokenizer: Tokenizer, ids: list[int], precision: MixedPrecision, interrupt: Interrupt, world: World
 ) -> str:
     """Continues the prompt `ids` and keeps the text in the run's folder. Without a prompt there is no sample.
 

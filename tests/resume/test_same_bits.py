@@ -12,12 +12,12 @@ from tests.resume.stops import AUTO, after, in_operation, stop_with, train_and_k
 from tests.runs import bits, logged, losses, train_here
 from training import evaluation, storage
 from training.metrics import read_metrics
-from training.precision import Precision
+from training.step import MixedPrecision
 
 
 @pytest.mark.parametrize(("impl", "by", "optimizer"), [("fused", "auto", "adamw"), ("torch", "path", "muon")])
 def test_n_and_n_steps_give_the_same_bits_as_2n(tiny, tmp_path, monkeypatch, impl, by, optimizer):
-    monkeypatch.setattr(Precision, "scaler", lambda _: torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5))
+    monkeypatch.setattr(MixedPrecision, "scaler", lambda _: torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5))
     overrides = [*tiny, *AUTO, f"norm.impl={impl}", f"optim.kind={optimizer}", "model.dropout=0.1", "train.steps=24"]
     overrides += ["train.accumulation=2", "logging.every=5"]  # so that a line of metrics spans the checkpoint
     train_here(overrides, tmp_path / "whole")

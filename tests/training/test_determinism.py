@@ -1,4 +1,4 @@
-"""deterministic=true: what it sets, for as long as the run lasts; and the same bits on a GPU."""
+"""deterministic=true: what it sets, and the same bits on a GPU."""
 
 import os
 import subprocess
@@ -10,27 +10,15 @@ import torch._inductor.config  # now, as it imports triton, which is what the en
 
 from tests.forks import Command
 from tests.runs import ROOT, bits, corpus, newest, read_json
-from training.precision import CUBLAS_WORKSPACE, deterministic
+from training.step import set_deterministic
 
 
-def state():
-    cudnn = torch.backends.cudnn
-    return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, os.environ.get(CUBLAS_WORKSPACE)
-
-
-@pytest.mark.parametrize("chosen", [None, ":16:8"])
-def test_it_holds_within_the_block_and_everything_is_put_back_even_after_an_error(monkeypatch, chosen):
-    monkeypatch.delenv(CUBLAS_WORKSPACE, raising=False)
-    if chosen:
-        monkeypatch.setenv(CUBLAS_WORKSPACE, chosen)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    before = state()
-    with pytest.raises(KeyError), deterministic(True):
-        assert state() == (True, True, False, chosen or ":4096:8")
-        raise KeyError
-    assert state() == before
-    with deterministic(False):
-        assert state() == before
+def test_each_run_of_a_sweep_has_its_own_setting_and_a_workspace_that_the_user_chose_stays(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    for wanted in (True, False):
+        set_deterministic(wanted)
+        assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic) == (wanted, wanted)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tiny, tmp_path):

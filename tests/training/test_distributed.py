@@ -22,8 +22,8 @@ from train import training_step
 from training import distributed, sharding, storage
 from training.checkpoint import TrainState
 from training.optimizer import adamw
-from training.precision import Precision
 from training.sharding import shard
+from training.step import MixedPrecision
 
 SHARDED = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
 # A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
@@ -119,7 +119,7 @@ def _overflow(world: distributed.World) -> list[tuple[float, bool]]:
     """(loss scale, whether a weight moved) after each of three steps in fp16; the gradient of the last rank overflows in the
     second."""
     cfg = Config(train=TrainConfig(batch_size=2 * world.size))
-    model, precision = GPT(cfg.model, cfg.norm, 64), Precision(torch.device("cpu"), torch.float16)
+    model, precision = GPT(cfg.model, cfg.norm, 64), MixedPrecision(torch.device("cpu"), torch.float16)
     shard(model, precision, world.size, compiled=False)
     state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", init_scale=1024.0), tokenizer="")
     tokens, seen = torch.zeros(2, 8, dtype=torch.int64), []

@@ -78,6 +78,17 @@ def test_chained_optimizers_share_groups_and_state(tiny):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_copy_of_model_and_optimizer_goes_on_as_the_originals(tiny):
+    _, model, optimizer = model_and_optimizer([*tiny, "optim.kind=muon"])
+    with_gradients(model)
+    optimizer.step()
+    copied, its = copy.deepcopy((model, optimizer))
+    for one, of in ((model, optimizer), (copied, its)):
+        with_gradients(one, 2)
+        of.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+
+
 def test_a_rate_on_the_device_gives_the_step_of_the_same_number(tiny):
     ends = []
     for as_rate in (float, torch.tensor):

@@ -12,10 +12,10 @@ from configs.schema import COMPILE_MODES, OptimConfig, Schedule, TrainConfig
 from model import GPT
 from tests.runs import composed
 from train import learning_rate, training_step
+from training.build import compile_model
 from training.checkpoint import TrainState
 from training.optimizer import adamw, parameter_groups
-from training.precision import Precision
-from training.step import compile_model, seed_micro_batch
+from training.step import MixedPrecision, seed_micro_batch
 
 
 def gpt(overrides):
@@ -29,7 +29,7 @@ def one_step(overrides, batch, scaled=False):
     state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=scaled), tokenizer="")
     seen = {}
     state.optimizer.register_step_pre_hook(lambda *_: seen.update({n: p.grad.clone() for n, p in model.named_parameters()}))
-    loss, grad_norm = training_step(model, state, batch, 0, cfg, Precision(torch.device("cpu"), torch.float32))
+    loss, grad_norm = training_step(model, state, batch, 0, cfg, MixedPrecision(torch.device("cpu"), torch.float32))
     return loss, grad_norm, seen, model
 
 
@@ -69,7 +69,7 @@ def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl, accumulat
     # shared masks, since a graph draws torch's own elsewhere in the generator's stream
     given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.1", "model.attention_dropout=0", f"norm.impl={impl}"]
     given.append(f"train.accumulation={accumulation}")
-    precision, found = Precision(torch.device("cuda"), torch.bfloat16), []
+    precision, found = MixedPrecision(torch.device("cuda"), torch.bfloat16), []
     for mode in ("reduce-overhead", "default"):
         torch.compiler.reset()
         on_gpu = ["device=cuda", "norm.dropout_masks=shared", "train.compile=true", f"train.compile_mode={mode}"]

@@ -50,8 +50,8 @@ from measure.sources import fingerprints
 from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
-from training import pretrained
-from training.console import show
+from training import export
+from training.interrupt import show
 from training.step import MixedPrecision
 from training.storage import claim, relative, replace_text
 
@@ -127,7 +127,7 @@ def prepare(variant: Variant) -> Work:
         with torch.device("meta"):
             model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss)
     if cfg.init_from:
-        pretrained.load(model.to_empty(device="cpu"), cfg.init_from, corpus.tokenizer)
+        export.load(model.to_empty(device="cpu"), cfg.init_from, corpus.tokenizer)
     if cfg.ablate.nanogpt:
         module = nanogpt.load(Path(cfg.ablate.nanogpt))
         off = nanogpt.check_same_model(module, cfg, model.vocab_size)

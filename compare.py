@@ -33,7 +33,7 @@ from measure.progress import progress
 from study import analysis, report, tracking
 from study.arms import FOLDER, Study, study_of
 from study.runs import train_all
-from training.console import show
+from training.interrupt import show
 from training.step import MixedPrecision
 from training.storage import claim, locked, relative, replace_text
 

@@ -13,7 +13,7 @@ from data import Tokenizer
 from measure.comparison import AGAIN, TORCH
 from model import GPT
 from train import training_step
-from training import pretrained
+from training import export
 from training.build import build, copy_values
 from training.checkpoint import TrainState
 from training.step import MixedPrecision
@@ -76,7 +76,7 @@ def build_arm(
         if like is not None:
             copy_values(like.state.model, model)
         elif cfg.init_from:
-            pretrained.load(model, cfg.init_from, tokenizer)
+            export.load(model, cfg.init_from, tokenizer)
 
     _, state, forward = build(cfg, precision, tokenizer.vocab_size, fill=fill, draw_on="cpu" if like is None else "meta")
     return Arm(name, cfg, precision, state, forward)

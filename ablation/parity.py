@@ -78,7 +78,7 @@ from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
 from measure.statistics import mean_interval
 from train import training_step
-from training.evaluation import evaluate
+from training.metrics import evaluate
 from training.step import MixedPrecision
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from data import Batches, Corpus, ValidationWindows
 from measure.timing import describe
 from model import GPT
 from train import learning_rate
-from training import pretrained
+from training import export
 from training.build import build
 from training.step import MixedPrecision, seed_micro_batch
 
@@ -111,7 +111,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, most: int | None = None) -> float:
-        """The mean validation loss, as `training.evaluation.evaluate` computes it; of at most so many batches."""
+        """The mean validation loss, as `training.metrics.evaluate` computes it; of at most so many batches."""
         self.model.eval()
         self.val_total.zero_()
         self.val_at.zero_()
@@ -198,7 +198,7 @@ def initial_values(cfg: Config, precision: MixedPrecision, corpus: Corpus, fill:
 
     def filled(model: GPT) -> None:
         if cfg.init_from:
-            pretrained.load(model, cfg.init_from, corpus.tokenizer)
+            export.load(model, cfg.init_from, corpus.tokenizer)
         fill(model)
 
     model = build(cfg, precision, corpus.tokenizer.vocab_size, fill=filled).model

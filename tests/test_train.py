@@ -1,22 +1,18 @@
 """The loop, in this process: what it learns, logs and says, which keys reach what, and how a run ends that can't go on."""
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 import yaml
 
 import configs
-import train
-from measure.clock import StepClock, Window
 from model import GPT, norm
-from model.loss import TWO_PASSES
 from tests.resume.stops import in_step, spoil
 from tests.runs import FakeWandb, corpus, losses, newest, read_json, train_here
 from training import checkpoint, plot, storage
-from training import metrics as training_metrics
-from training.checkpoint import Saver, Validation
+from training.checkpoint import Validation
 from training.distributed import ALONE
 from training.metrics import Health, NonFiniteError
 from training.step import MixedPrecision
@@ -73,12 +69,6 @@ def test_bits_per_byte_of_each_split_are_by_its_own_text_and_everything_shows_th
         assert (kept["vocabulary"], kept["tokens_per_step"]) == (279, 256) and kept["parameters"] > 10_000
 
 
-def test_tokens_per_second_counts_slow_steps_and_the_step_time_is_the_typical_one(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.StepClock, "window", lambda _: Window(median_ms=10.0, mean_ms=40.0))
-    line = train_here([*tiny, "train.steps=5"], tmp_path / "run")[1][0]
-    assert (line["perf/step_ms"], line["perf/tokens_per_s"]) == (10.0, pytest.approx(8 * 32 / 0.040))
-
-
 def test_logging_evaluation_and_what_else_is_drawn_do_not_shift_the_run_and_a_line_has_the_mean_of_its_steps(tiny, tmp_path):
     overrides = [*tiny, "model.dropout=0.1", "train.steps=13"]
     one, lines = train_here([*overrides, "logging.every=1"], tmp_path / "run")
@@ -87,25 +77,6 @@ def test_logging_evaluation_and_what_else_is_drawn_do_not_shift_the_run_and_a_li
     assert one.final == other.final
     each = losses(lines)
     assert losses(means) == pytest.approx([sum(part) / len(part) for part in (each[:5], each[5:10], each[10:])])
-
-
-def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
-    asked = []
-
-    def without_a_compiler(model, **options):
-        """As torch.compile, traced whole but run without generated code: this machine may have no C++ compiler."""
-        asked.append(options)
-        return original(model, backend="eager", fullgraph=options["fullgraph"])
-
-    original = torch.compile
-    monkeypatch.setattr(torch, "compile", without_a_compiler)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: asked.append("reset"))
-    overrides = [*tiny, "train.steps=6", "model.layers=1", "model.dropout=0.1", "model.attention_dropout=0", "logging.every=1"]
-    _, eager = train_here(overrides, tmp_path / "eager")
-    compiled, metrics = train_here([*overrides, "train.compile=true"], tmp_path / "compiled")
-    assert asked[-2:] == ["reset", {"fullgraph": True, "options": TWO_PASSES}]
-    assert losses(metrics) == pytest.approx(losses(eager), rel=1e-5)
-    assert all("_orig_mod" not in name for name in checkpoint.read(compiled.folder).model()), "the names of the model itself"
 
 
 def test_the_table_of_facts_counts_and_warns(tiny, tmp_path, capsys):
@@ -146,41 +117,6 @@ def test_keys_of_evaluation_and_of_the_sample_reach_them(tiny, tmp_path, monkeyp
     summary, _ = train_here([*tiny, "train.steps=3", "sample.tokens=0"], tmp_path / "none")
     assert read[0] == {"context": 32, "batch_size": 4, "batches": 3, "world": ALONE}
     assert drawn == [(4, 0.25, 3)] and summary.sample == "" and not (summary.folder / "sample.txt").exists()
-
-
-def test_the_rate_is_that_of_the_step_it_is_logged_for_and_the_seed_decides_the_initial_weights(tiny, tmp_path, monkeypatch):
-    first, used, original = [], [], train.training_step
-
-    def step(forward, state, *rest):
-        first.append(state.model.blocks[0].mlp.down.weight.detach().clone())
-        result = original(forward, state, *rest)
-        used.append(state.optimizer.param_groups[0]["lr"])
-        return result
-
-    monkeypatch.setattr(train, "training_step", step)
-    for seed in (1, 1, 2):
-        _, metrics = train_here([*tiny, "train.steps=8", "logging.every=1", f"seed={seed}"], tmp_path / "run")
-    assert losses(metrics, "train/lr") == used[-8:] and len(set(used)) == 8
-    assert torch.equal(first[0], first[8]) and not torch.equal(first[0], first[16])
-
-
-def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch):
-    paused, during = [], []
-
-    @contextmanager
-    def pause(clock):
-        paused.append(True)
-        yield
-        paused.pop()
-
-    def watched(name, original):
-        return lambda *given, **named: during.append((name, len(paused))) or original(*given, **named)
-
-    monkeypatch.setattr(StepClock, "paused", pause)
-    monkeypatch.setattr("training.metrics.evaluate", watched("evaluate", training_metrics.evaluate))
-    monkeypatch.setattr(Saver, "save", watched("save", Saver.save))
-    train_here([*tiny, "train.steps=6", "checkpoint.every=4", "eval.every=0"], tmp_path / "run")
-    assert during == [("save", 1), ("evaluate", 1), ("save", 1)]
 
 
 def test_the_last_good_checkpoint_is_the_one_with_the_most_steps(tiny, tmp_path):

@@ -5,12 +5,11 @@ import signal
 import pytest
 
 from model import GPT
-from tests.resume.stops import AUTO, drawing, train_and_kill, train_until
-from tests.runs import FakeWandb, composed, read_json, train_here
+from tests.resume.stops import AUTO, train_until
+from tests.runs import FakeWandb, read_json, train_here
 from training import checkpoint, storage
 from training import metrics as training_metrics
 from training.checkpoint import Validation
-from training.command import find_start
 
 
 def test_the_metrics_of_a_run_that_goes_on_have_no_repeat_and_no_hole_but_a_damaged_line(tiny, tmp_path):
@@ -81,18 +80,3 @@ def test_a_signal_in_the_last_sample_keeps_the_summary_and_the_run_makes_it_up(t
     assert (run / "sample.txt").read_text() == summary.sample != ""
     assert fake.arguments["id"] == first["id"] and fake.arguments["group"] == first["group"] == "g"
     assert (first["resume"], fake.arguments["resume"]) == (None, "allow")
-
-
-def test_a_run_killed_while_its_picture_is_drawn_is_not_finished_and_has_no_half_of_one(tiny, tmp_path):
-    def finished():
-        return find_start(composed(overrides), run, [], chosen=True).finished
-
-    overrides, run = [*tiny, *AUTO, "train.steps=5"], tmp_path / "run"
-    assert train_and_kill(overrides, run, drawing, plot=True)
-    assert not (run / "loss.png").exists() and not finished()
-    train_here(overrides, run, plot=True)
-    assert (run / "loss.png").read_bytes().endswith(b"IEND\xaeB`\x82") and finished()
-    for result in ("sample.txt", "summary.json"):  # as after a kill between the last checkpoint and the results
-        (run / result).rename(run / "kept")
-        assert not finished()
-        (run / "kept").rename(run / result)

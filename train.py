@@ -85,10 +85,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     saver = Saver(run.folder, cfg, world)
     with Interrupt(world) as interrupt:
         if state.owes_validation:  # a signal has cut short the evaluation of the step that the run resumes from
-            try:
-                validate(run, corpus.val, metrics, interrupt, world)
-            except Stopped:
-                run.stop(state.step, interrupt)
+            validate(run, corpus.val, metrics, interrupt, world)
         steps = range(state.step, cfg.train.steps)
         for step in profiled(run, steps) if cfg.profile else steps:
             with clock.step():
@@ -109,20 +106,17 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
                     run.sync()
                     saver.save(state)
             if stopping:
-                run.stop(done, interrupt)
+                raise Stopped(interrupt.exit_code)
 
         # ---- results -------------------------------------------------------------------------------------------------------
         assert state.validation is not None and state.best is not None  # the last step was evaluated
         results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
         run.finish(results | {"tokens": state.tokens} | sizes)
-        text = ""
-        try:
-            # the ranks of a sharded model gather weights together, in the dtype of autocast
-            with interrupt.stopping_at_once(), precision.autocast() if is_sharded(model) else nullcontext():
-                if prompt and (world.leads or is_sharded(model)):
-                    [text] = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, precision.device)
-        except Stopped:
-            run.stop(state.step, interrupt)
+        text, sharded = "", is_sharded(model)
+        # the ranks of a sharded model gather weights together, in the dtype of autocast
+        with interrupt.stopping_at_once(), precision.autocast() if sharded else nullcontext():
+            if prompt and (world.leads or sharded):
+                [text] = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, precision.device)
         if prompt:
             run.keep_sample(text)
     return Summary(run.folder, state.validation, state.best, clock.median_ms, text)

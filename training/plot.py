@@ -99,11 +99,6 @@ def read_run(folder: Path) -> Curve:
     return Curve(folder, {name: attrgetter(name)(cfg) for name in keys.schema()}, read_metrics(folder))
 
 
-def without_sweep_files(given: Sequence[Path]) -> list[Path]:
-    """Without multirun.yaml, which Hydra writes beside the runs of a sweep and runs/*_sweep/* matches."""
-    return [path for path in given if path.name != "multirun.yaml"] or list(given)
-
-
 def names_of(curves: Sequence[Curve]) -> list[str]:
     """A name for each run: the keys whose values differ, and its folder where those are not enough."""
     values = {name: [keys.shown(curve.config[name]) for curve in curves] for name in curves[0].config}
@@ -156,7 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--unit", choices=(NATS, BITS), default=BITS, help="nats per token, or bits per byte (%(default)s)")
     options = parser.parse_args(arguments)
     curves = []
-    for folder in without_sweep_files(options.runs):
+    for folder in options.runs:
+        if folder.name == "multirun.yaml":  # Hydra writes it beside the runs of a sweep, and runs/*_sweep/* matches it
+            continue
         try:
             curves.append(read_run(folder))
         except ConfigError as error:

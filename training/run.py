@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from measure.environment import environment
 from training import storage
 from training.checkpoint import Stored
 from training.distributed import ALONE, World
-from training.interrupt import Interrupt, Stopped, show
+from training.interrupt import Stopped, show
 from training.plot import loss_curve
 from training.storage import claim, locked, relative
 from training.tracking import Tracker, agent_job, described, with_defaults
@@ -132,11 +132,6 @@ class Run:
     def say(self, text: str) -> None:
         if self.leads:
             show(text)
-
-    def stop(self, step: int, interrupt: Interrupt) -> NoReturn:
-        """Ends a run that a signal stopped after `step`; its checkpoint is on the disk. Raises Stopped."""
-        self.say(f"stopped after step {step}; to go on: {storage.resume_command(self.folder)}")
-        raise Stopped(interrupt.exit_code)
 
     def finish(self, results: dict[str, Any]) -> None:
         """Writes the results: loss.png, then summary.json and W&B's summary. `keep_sample` comes after it.
@@ -254,6 +249,8 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
         try:
             yield run
         except SystemExit as end:
+            if isinstance(end, Stopped) and (kept := storage.checkpoints(folder)):
+                run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
             run.close(end.code if isinstance(end.code, int) else 1)
             raise
         except BaseException as error:

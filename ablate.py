@@ -50,9 +50,9 @@ from measure.sources import fingerprints
 from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
-from training import pretrained
-from training.console import show
-from training.precision import Precision
+from training import export
+from training.interrupt import show
+from training.step import MixedPrecision
 from training.storage import claim, relative, replace_text
 
 OUT_OF_MEMORY = 3  # exit code
@@ -100,7 +100,7 @@ class Work(NamedTuple):
     """A variant with what it is measured by."""
 
     variant: Variant
-    precision: Precision
+    precision: MixedPrecision
     corpus: Corpus
     size: str  # of a step, in words
 
@@ -121,13 +121,13 @@ def prepare(variant: Variant) -> Work:
         ConfigError: the data, the model or the weights refuse what the config asks for.
     """
     cfg = variant.cfg
-    precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
+    precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         with torch.device("meta"):
             model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss)
     if cfg.init_from:
-        pretrained.load(model.to_empty(device="cpu"), cfg.init_from, corpus.tokenizer)
+        export.load(model.to_empty(device="cpu"), cfg.init_from, corpus.tokenizer)
     if cfg.ablate.nanogpt:
         module = nanogpt.load(Path(cfg.ablate.nanogpt))
         off = nanogpt.check_same_model(module, cfg, model.vocab_size)

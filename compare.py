@@ -33,8 +33,8 @@ from measure.progress import progress
 from study import analysis, report, tracking
 from study.arms import FOLDER, Study, study_of
 from study.runs import train_all
-from training.console import show
-from training.precision import Precision
+from training.interrupt import show
+from training.step import MixedPrecision
 from training.storage import claim, locked, relative, replace_text
 
 
@@ -48,7 +48,7 @@ def compare(study: Study, folder: Path, command: str) -> analysis.Report:
     began = time.monotonic()
     cfg = study.cfg
     keep_facts(study, folder)
-    precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
+    precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
     with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:

@@ -19,24 +19,21 @@ from torch import Tensor
 
 from configs import Config, command_line
 from configs.machine import Machine
-from configs.schema import OptimConfig, Schedule
+from configs.schema import OptimConfig, Precision, Schedule
 from data import Batches, load_corpus
 from measure.clock import StepClock
-from training import pretrained
+from sample import continue_text, encode_prompt
+from training import export
 from training.build import build
 from training.checkpoint import Saver, TrainState
-from training.command import main
+from training.command import Summary, facts, main
 from training.distributed import ALONE, World, without_reduction
-from training.evaluation import validate
-from training.facts import Summary, facts
 from training.interrupt import Interrupt, Stopped
-from training.metrics import Metrics, quantities
-from training.precision import Precision
+from training.metrics import Metrics, quantities, validate
 from training.profile import UNTIMED, profiled
 from training.run import Run
-from training.sampling import encode_prompt, write_sample
-from training.sharding import full_tensor
-from training.step import allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
+from training.sharding import full_tensor, is_sharded
+from training.step import MixedPrecision, allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
 
 
 def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summary:
@@ -49,8 +46,8 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
         SystemExit: Ctrl-C (130), SIGTERM (143), SIGHUP (129) or SIGUSR1 (138), after a checkpoint.
     """
     # ---- data --------------------------------------------------------------------------------------------------------------
-    precision = Precision.settle(cfg.train.precision, machine)
-    cfg.train.precision = precision.wanted  # config.yaml says what `auto` became, so that a resumed run keeps it
+    precision = MixedPrecision.of(cfg.train.precision, machine)
+    cfg.train.precision = Precision(str(precision))  # config.yaml says what `auto` became, so that a resumed run keeps it
     with world.shared_errors(), command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         batches = Batches(
@@ -73,7 +70,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
         precision,
         corpus.tokenizer.vocab_size,
         world,
-        fill=lambda model: None if stored or not cfg.init_from else pretrained.load(model, cfg.init_from, corpus.tokenizer),
+        fill=lambda model: None if stored or not cfg.init_from else export.load(model, cfg.init_from, corpus.tokenizer),
         restore=lambda state: state.restore(stored, same_folder=run.origin.in_place) if stored else None,
         tokenizer=corpus.tokenizer.to_json(),
         corpus=corpus.identity,
@@ -85,13 +82,12 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
         run.start(facts(run.origin, precision, corpus, model, sizes, world), sizes, corpus.tokenizer)
     clock = StepClock(precision.device, warmup=UNTIMED if cfg.profile else 3)
     metrics = Metrics(state, cfg, corpus, precision, clock, world)
-    with Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver:
+    saver = Saver(run.folder, cfg, world)
+    with Interrupt(world) as interrupt:
         if state.owes_validation:  # a signal has cut short the evaluation of the step that the run resumes from
-            try:
-                validate(run, corpus.val, metrics, interrupt, world)
-            except Stopped:
-                run.stop(state.step, interrupt)
-        for step in profiled(run, run.progress(range(state.step, cfg.train.steps)), model, precision.device, world):
+            validate(run, corpus.val, metrics, interrupt, world)
+        steps = range(state.step, cfg.train.steps)
+        for step in profiled(run, steps) if cfg.profile else steps:
             with clock.step():
                 loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision, world)
             state.step = done = step + 1
@@ -110,16 +106,19 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
                     run.sync()
                     saver.save(state)
             if stopping:
-                saver.wait()
-                run.stop(done, interrupt)
+                raise Stopped(interrupt.exit_code)
 
         # ---- results -------------------------------------------------------------------------------------------------------
-        saver.wait()
         assert state.validation is not None and state.best is not None  # the last step was evaluated
-        interrupt.answer = "Stopping."
         results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
         run.finish(results | {"tokens": state.tokens} | sizes)
-        text = write_sample(run, model, corpus.tokenizer, prompt, precision, interrupt, world)
+        text, sharded = "", is_sharded(model)
+        # the ranks of a sharded model gather weights together, in the dtype of autocast
+        with interrupt.stopping_at_once(), precision.autocast() if sharded else nullcontext():
+            if prompt and (world.leads or sharded):
+                [text] = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, precision.device)
+        if prompt:
+            run.keep_sample(text)
     return Summary(run.folder, state.validation, state.best, clock.median_ms, text)
 
 
@@ -129,7 +128,7 @@ def training_step(
     batch: tuple[Tensor, Tensor],
     step: int,
     cfg: Config,
-    precision: Precision,
+    precision: MixedPrecision,
     world: World = ALONE,
     mark: Callable[[str], None] = lambda part: None,
 ) -> tuple[Tensor, Tensor]:

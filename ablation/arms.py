@@ -13,10 +13,10 @@ from data import Tokenizer
 from measure.comparison import AGAIN, TORCH
 from model import GPT
 from train import training_step
-from training import pretrained
+from training import export
 from training.build import build, copy_values
 from training.checkpoint import TrainState
-from training.precision import Precision
+from training.step import MixedPrecision
 
 VALUES = {Switch.norm: NormImpl, Switch.loss: LossImpl}
 Step = Callable[[tuple[Tensor, Tensor], int], Tensor]  # of a batch and its number; returns the loss, on the device
@@ -28,7 +28,7 @@ class Arm:
 
     name: str
     cfg: Config
-    precision: Precision
+    precision: MixedPrecision
     state: TrainState
     forward: Callable[..., Tensor]  # the model, or what torch.compile made of it
     other: Step | None = None  # the step of an arm that is not ours
@@ -50,7 +50,7 @@ def switched(cfg: Config, arm: str) -> Config:
 def build_arm(
     name: str,
     cfg: Config,
-    precision: Precision,
+    precision: MixedPrecision,
     tokenizer: Tokenizer,
     *,
     value: str | None = None,
@@ -76,7 +76,7 @@ def build_arm(
         if like is not None:
             copy_values(like.state.model, model)
         elif cfg.init_from:
-            pretrained.load(model, cfg.init_from, tokenizer)
+            export.load(model, cfg.init_from, tokenizer)
 
     _, state, forward = build(cfg, precision, tokenizer.vocab_size, fill=fill, draw_on="cpu" if like is None else "meta")
     return Arm(name, cfg, precision, state, forward)

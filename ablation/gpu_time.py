@@ -12,7 +12,7 @@ from configs.schema import BlockLayout, Positions, ResidualDtype
 from measure.attribution import Share
 from measure.comparison import AGAIN
 from measure.tables import NOTHING, capital, label, markdown, number, wrapped
-from training.precision import Precision
+from training.step import MixedPrecision
 
 IDLE = "idle"  # the part of a timed step that is no GPU time of the profile
 WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
@@ -81,7 +81,7 @@ def _limit(found: Attribution, cell: Cell, parts: Mapping[str, Mapping[str, floa
 # ---- the bound -------------------------------------------------------------------------------------------------------------
 
 
-def norm_bytes(cfg: Config, precision: Precision) -> int:
+def norm_bytes(cfg: Config, precision: MixedPrecision) -> int:
     """The fewest bytes that all norm sites of a step must move, forward and backward: each large tensor once.
 
     With c bytes an element of the compute dtype, s of the residual stream, n branches that a site adds and feeds (2 in parallel
@@ -120,7 +120,7 @@ def norm_bytes(cfg: Config, precision: Precision) -> int:
     return cfg.train.batch_size * model.context * per_token
 
 
-def loss_bytes(cfg: Config, precision: Precision, vocabulary: int) -> int:
+def loss_bytes(cfg: Config, precision: MixedPrecision, vocabulary: int) -> int:
     """The fewest bytes that the loss must move: each logit is read once, and its gradient is written once."""
     return cfg.train.batch_size * cfg.model.context * vocabulary * 2 * precision.dtype.itemsize
 

@@ -78,8 +78,8 @@ from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
 from measure.statistics import mean_interval
 from train import training_step
-from training.evaluation import evaluate
-from training.precision import Precision
+from training.metrics import evaluate
+from training.step import MixedPrecision
 
 T = TypeVar("T")
 EVAL_BATCHES = 8  # unless the config says
@@ -96,7 +96,7 @@ class SeedRun:
     val_loss: dict[str, float]  # by arm
 
 
-def parity(variant: Variant, precision: Precision, corpus: Corpus) -> list[Parity]:
+def parity(variant: Variant, precision: MixedPrecision, corpus: Corpus) -> list[Parity]:
     """Runs the protocol at the head of this file for the variant's tested arms, in the run's precision. There is a verdict on
     each arm.
 
@@ -115,7 +115,7 @@ def parity(variant: Variant, precision: Precision, corpus: Corpus) -> list[Parit
     return found
 
 
-def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
+def measure(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
     """Trains the arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
     cfg.seed = seed
@@ -205,7 +205,7 @@ def layer_of(parameter: str) -> str:
 
 
 def judge(
-    runs: Sequence[SeedRun], arm: str, precision: Precision, overrides: dict[str, str], what: str = SUMMED[Switch.norm]
+    runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, overrides: dict[str, str], what: str = SUMMED[Switch.norm]
 ) -> Parity:
     """The verdict on a tested arm over seeds, by the statistic at the head of this file."""
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"

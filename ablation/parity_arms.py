@@ -19,18 +19,18 @@ from model import loss as losses
 from model.attention import QueryKeySite
 from model.norm import How, Normalise, NormSite
 from ops import seeded_dropout
-from training.precision import Precision
+from training.step import MixedPrecision
 
 FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms would skip steps that the reference takes
 
 
-def parity_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer, tested: Sequence[str]) -> dict[str, Arm]:
+def parity_arms(cfg: Config, precision: MixedPrecision, tokenizer: Tokenizer, tested: Sequence[str]) -> dict[str, Arm]:
     """The reference, torch, the tested values of the switch, and torch in another order of sums."""
     if cfg.ablate.switch is Switch.loss:  # then all have PyTorch's norms, since kernels have no fp64
         cfg = copy.deepcopy(cfg)
         cfg.norm.impl = NormImpl.torch
     # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
-    exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
+    exact = MixedPrecision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
     wide = copy.deepcopy(cfg)
     wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
     own = partial(build_arm, cfg=cfg, precision=precision, tokenizer=tokenizer, masks=DropoutMasks.shared)

@@ -11,7 +11,7 @@ from configs.rules import NANOGPT
 from configs.schema import DropoutMasks, NormImpl, WandbMode
 from measure.comparison import AGAIN, FUSED, TORCH
 from measure.tables import label
-from training.tracking import agent_job, settle
+from training.tracking import agent_job, with_defaults
 
 EAGER, COMPILED = "eager", "compiled"
 
@@ -75,7 +75,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         cfg.train.compile = on.device == "cuda" if cfg.ablate.compile is None else cfg.ablate.compile
         rules.check(cfg, on)
         rules.check_arms(cfg)
-        if settle(cfg.logging)[0].wandb is not WandbMode.disabled and agent_job():
+        if with_defaults(cfg.logging)[0].wandb is not WandbMode.disabled and agent_job():
             raise ConfigError("an ablation is several runs, a W&B agent's job is one. Sweep with ablate.py KEY=A,B instead.")
         pairs = (override.partition("=")[::2] for override in job)
         refused = {

@@ -43,7 +43,7 @@ from measure.tables import NOTHING, compact_markdown
 from train import training_step
 from training.build import build
 from training.distributed import World, join
-from training.precision import Precision
+from training.step import MixedPrecision
 
 ROUNDS = (3, 1)  # by default, and with --quick
 DDP, FSDP = "ddp", "fsdp"
@@ -141,7 +141,7 @@ def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) 
         "ranks": ranks,
         "batch_size": size.batch_size,
         "context": cfg.model.context,
-        "precision": Precision.settle(cfg.train.precision, on).name,
+        "precision": str(MixedPrecision.of(cfg.train.precision, on)),
         "compiled": options.compile,
         "common": " ".join(options.common),
         "nccl": " ".join(nccl) if on.device == "cuda" else "",  # which may decide how fast it is
@@ -183,7 +183,7 @@ def step_times(cfg: Config, steps: int, world: World) -> dict[str, Any]:
     A step is train.py's, from the copy of the batch to the cleared gradients. The times are this rank's: ranks wait for one
     another in every step, so they are the slowest's.
     """
-    precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
+    precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     assert cfg.model.vocab_size is not None
     _, state, forward = build(cfg, precision, cfg.model.vocab_size, world, draw_on=precision.device)
     batches = Batches(

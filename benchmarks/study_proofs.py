@@ -33,7 +33,7 @@ from model.norm import NormSite
 from study.analysis import ArmReport, Report, analyse, best_rate
 from study.arms import Arm, Study, study_of
 from study.runs import AGAIN, Found, Result, train_all
-from training.precision import Precision
+from training.step import MixedPrecision
 
 SEEDS = 5  # of a study
 SHIFT, FROZEN = 0.02, 0.5
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Half of them are the A/A runs, which have as many other seeds.
     equal = Study(arms[:1], study.rates, list(range(1, (3 * SEEDS * studies + 1) // 2 + 1)), {})
 
-    precision = Precision.settle(arm.cfg.train.precision, machine.inspect(arm.cfg.device))
+    precision = MixedPrecision.of(arm.cfg.train.precision, machine.inspect(arm.cfg.device))
     corpus = load_corpus(arm.cfg.data, arm.cfg.tokenizer, context=arm.cfg.model.context)
     with tempfile.TemporaryDirectory() as folder, progress(2 * len(equal.seeds) + 4 * SEEDS, "study_proofs", "run") as bar:
         runs = train_all(equal, precision, corpus, Path(folder) / "equal.jsonl", best_rate, bar.update).results

@@ -142,6 +142,8 @@ def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:
     data, train = given.get("data"), given.get("train")
     if isinstance(data, dict):
         given = {**given, "data": {key: value for key, value in data.items() if key != "processes"}}
+    if "background" in (saved := given.get("checkpoint") or {}):
+        given = {**given, "checkpoint": {key: value for key, value in saved.items() if key != "background"}}
     if isinstance(train, dict) and "compile_loss" in train:
         given = {**given, "train": {key: value for key, value in train.items() if key != "compile_loss"}}
         if train["compile_loss"] is not None:

@@ -278,7 +278,6 @@ class CheckpointConfig:
     every: int = key(0, "steps between checkpoints; 0: by time alone", affects="nothing", at_least=0)
     minutes: float = key(10.0, "longest time between checkpoints; 0: by steps alone", affects="nothing", at_least=0)
     keep: int = key(2, "newest checkpoints that stay, beside the best one", affects="nothing", at_least=1)
-    background: bool = key(False, "write while steps go on; a crash may then cost two intervals", affects="speed")
 
 
 @dataclass

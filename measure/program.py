@@ -4,8 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from configs import Config, ConfigError, command_line, machine
-from training.console import show, take_any_encoding
-from training.interrupt import Stopped, exit_on_signals
+from training.interrupt import Stopped, exit_on_signals, show, take_any_encoding
 from training.storage import StorageError
 
 

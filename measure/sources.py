@@ -32,7 +32,7 @@ LOSSES = _ops(
 CALLS = _ops("autograd", "checks", "functional", "launch", "operators", "philox", "plan", "records", "reference", "torch_state")
 STEP = (
     "ops/kernels", "ops/tiling.py", "model", "train.py:training_step", "training/build.py", "training/optimizer.py",
-    "training/precision.py", "training/step.py",
+    "training/step.py",
 )  # fmt: skip
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "norms": NORMS,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import LoggingConfig
-from training.tracking import Tracker, described, settle
+from training.tracking import Tracker, described, with_defaults
 
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # columns and rows
 
@@ -15,7 +15,7 @@ class Group:
     """The runs of one measurement; nothing where W&B is disabled. After a start that fails, the next ones are kept offline."""
 
     def __init__(self, logging: LoggingConfig, folder: Path, tag: str) -> None:
-        self._logging, self._facts = settle(logging)
+        self._logging, self._facts = with_defaults(logging)
         self._folder, self._tag, self._group = folder, tag, self._logging.group or folder.name
 
     def start(self, name: str, config: dict[str, Any], tags: Sequence[str] = ()) -> Tracker:

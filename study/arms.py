@@ -14,7 +14,7 @@ from configs.schema import CUDA_GRAPHS, Parallel, Precision
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
 from model import GPT
-from training.tracking import settle
+from training.tracking import with_defaults
 
 RATE, SEED = "optim.lr", "seed"
 FOLDER = keys.FOLDER / "study"
@@ -116,7 +116,7 @@ def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[st
                 f"compare.timing_cycles={cfg.compare.timing_cycles}: takes 0, which times nothing, or {LEAST_SAMPLES} and "
                 "more, of which an interval can be made."
             )
-        cfg.logging = settle(cfg.logging)[0]
+        cfg.logging = with_defaults(cfg.logging)[0]
     names = [arm.name for arm in arms]
     if (wanted := first.compare.baseline) is not None and wanted not in names:
         near = keys.did_you_mean(wanted, names)

@@ -19,10 +19,9 @@ from data import Batches, Corpus, ValidationWindows
 from measure.timing import describe
 from model import GPT
 from train import learning_rate
-from training import pretrained
+from training import export
 from training.build import build
-from training.precision import Precision
-from training.step import seed_micro_batch
+from training.step import MixedPrecision, seed_micro_batch
 
 WARM_UP = 3  # steps before the capture: kernels are compiled and memory is reserved
 
@@ -41,7 +40,7 @@ class Engine:
         ConfigError: on a GPU, a step that can't be captured.
     """
 
-    def __init__(self, cfg: Config, precision: Precision, corpus: Corpus, fill: Fill = lambda model: None) -> None:
+    def __init__(self, cfg: Config, precision: MixedPrecision, corpus: Corpus, fill: Fill = lambda model: None) -> None:
         self.cfg, self.precision = cfg, precision
         device, train = precision.device, cfg.train
         self.model, state, self.forward = build(cfg, precision, corpus.tokenizer.vocab_size, fill=fill)
@@ -112,7 +111,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, most: int | None = None) -> float:
-        """The mean validation loss, as `training.evaluation.evaluate` computes it; of at most so many batches."""
+        """The mean validation loss, as `training.metrics.evaluate` computes it; of at most so many batches."""
         self.model.eval()
         self.val_total.zero_()
         self.val_at.zero_()
@@ -194,12 +193,12 @@ class Engine:
         return train, val
 
 
-def initial_values(cfg: Config, precision: Precision, corpus: Corpus, fill: Fill = lambda model: None) -> list[Tensor]:
+def initial_values(cfg: Config, precision: MixedPrecision, corpus: Corpus, fill: Fill = lambda model: None) -> list[Tensor]:
     """The weights that `train.py` begins with, and what `fill` makes of them."""
 
     def filled(model: GPT) -> None:
         if cfg.init_from:
-            pretrained.load(model, cfg.init_from, corpus.tokenizer)
+            export.load(model, cfg.init_from, corpus.tokenizer)
         fill(model)
 
     model = build(cfg, precision, corpus.tokenizer.vocab_size, fill=filled).model

@@ -23,7 +23,7 @@ from study.arms import Arm, Study
 from study.engine import Engine, initial_values, windows_of
 from study.probes import probe, spikes
 from study.timing import block_times, cycles_of
-from training.precision import Precision
+from training.step import MixedPrecision
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
 
@@ -93,7 +93,7 @@ def keep(path: Path, found: Found, line: dict[str, Any]) -> None:
 
 def train_all(
     study: Study,
-    precision: Precision,
+    precision: MixedPrecision,
     corpus: Corpus,
     path: Path,
     best_rate: Callable[[Found, str], float],

@@ -21,7 +21,7 @@ from measure.schedule import LEAD_IN, LEAST_STEPS, MOST_STEPS, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from study.arms import Arm
 from study.engine import Engine, initial_values, windows_of
-from training.precision import Precision
+from training.step import MixedPrecision
 
 BASELINE = "baseline"  # the contender; the others are named after their norm.impl
 BLOCK_MS = 50.0
@@ -35,7 +35,7 @@ def cycles_of(cfg: Config, device: torch.device) -> int:
 
 
 def block_times(
-    arm: Arm, baseline: Arm, engine: Engine, cycles: int, precision: Precision, corpus: Corpus
+    arm: Arm, baseline: Arm, engine: Engine, cycles: int, precision: MixedPrecision, corpus: Corpus
 ) -> dict[str, list[float]]:
     """By contender the median step of each block in ms, two blocks a cycle.
 

@@ -16,8 +16,9 @@ from configs import Config
 from configs.machine import Machine
 from tests.forks import processes
 from tests.runs import no_space, read_json
-from training import checkpoint, distributed, evaluation
-from training.resume import settle
+from training import checkpoint, distributed
+from training import metrics as training_metrics
+from training.command import find_start
 from training.run import open_run
 
 
@@ -46,7 +47,7 @@ def on_ranks(ranks: int, act: Callable[..., dict], files: Path, *arguments: obje
 
 def go_on_together(cfg: Config, folder: Path, on: Machine, world: distributed.World) -> None:
     """A run in `folder`, or the rest of it, as train.py's job does it; without its picture."""
-    origin = world.on_first(lambda: settle(cfg, folder, [], chosen=True))
+    origin = world.on_first(lambda: find_start(cfg, folder, [], chosen=True))
     with open_run(origin, torch.device("cpu"), world=world) as run:
         run.draw = lambda: None  # type: ignore[method-assign]
         train.train(cfg, run, on, world)
@@ -94,7 +95,7 @@ def _train(world: distributed.World, on: Machine, overrides: list[str], folder: 
 
 def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> None:
     seed, step, replicate = train.seed_micro_batch, train.training_step, distributed.World.replicate
-    evaluate = evaluation.evaluate
+    evaluate = training_metrics.evaluate
 
     def here(act: str, number: int) -> bool:
         return acts.get(act) == [world.rank, number]
@@ -135,6 +136,6 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         ddp.register_comm_hook(None, hook)
         return ddp
 
-    train.seed_micro_batch, train.training_step, evaluation.evaluate = seeds, steps, looks
+    train.seed_micro_batch, train.training_step, training_metrics.evaluate = seeds, steps, looks
     if acts.get("count"):
         distributed.World.replicate = counted  # type: ignore[method-assign]

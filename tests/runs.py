@@ -20,10 +20,10 @@ from configs.keys import GROUPS
 from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
 from training import checkpoint
-from training.metrics import read_metrics
-from training.precision import Precision
-from training.resume import settle
+from training.command import find_start
 from training.run import open_run
+from training.step import MixedPrecision
+from training.storage import read_metrics
 
 ROOT = Path(__file__).parent.parent
 CPU = Machine("cpu")
@@ -49,8 +49,8 @@ def config(**model) -> Config:
     return Config(model=ModelConfig(**sizes | model), train=TrainConfig(batch_size=2))
 
 
-def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
-    return Precision(torch.device("cpu"), dtype)
+def precision(dtype: torch.dtype = torch.bfloat16) -> MixedPrecision:
+    return MixedPrecision(torch.device("cpu"), dtype)
 
 
 @cache
@@ -71,12 +71,12 @@ def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machi
     import train
 
     keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in GROUPS]
-    origin = settle(cfg or composed(overrides), folder, keys, chosen=True)
+    origin = find_start(cfg or composed(overrides), folder, keys, chosen=True)
     with open_run(origin, torch.device("cpu")) as run:
         if not plot:
             run.draw = lambda: None  # type: ignore[method-assign]
         summary = train.train(origin.cfg, run, on)
-    return summary, read_metrics(run.folder / "metrics.jsonl")
+    return summary, read_metrics(run.folder)
 
 
 def newest(folder: Path) -> Path:
@@ -90,7 +90,7 @@ def losses(metrics: list[dict], name: str = "train/loss") -> list[float]:
 
 def curves(folder: Path) -> torch.Tensor:
     """All losses and gradient norms of the run in `folder`."""
-    lines = read_metrics(folder / "metrics.jsonl")
+    lines = read_metrics(folder)
     return torch.tensor([value for name in ("train/loss", "train/grad_norm", "val/loss") for value in losses(lines, name)])
 
 
@@ -115,8 +115,7 @@ def wait_until(process, met: Callable[[], bool]) -> None:
 
 def logged(folder: Path) -> int:
     """The last step in the run's metrics; 0 where there is none."""
-    path = folder / "metrics.jsonl"
-    return max((line["step"] for line in read_metrics(path)), default=0) if path.is_file() else 0
+    return max((line["step"] for line in read_metrics(folder)), default=0)
 
 
 def bits(folder: Path) -> dict[str, object]:
@@ -125,7 +124,7 @@ def bits(folder: Path) -> dict[str, object]:
     state = read_json(last / "state.json")
     for key in ("folder", "resume", "logging"):
         del state["config"][key]
-    lines = read_metrics(folder / "metrics.jsonl")
+    lines = read_metrics(folder)
     metrics = [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
     files = {name: (last / name).read_bytes() for name in ("model.safetensors", "training.safetensors", "tokenizer.json")}
     results = {name: read_json(folder / "summary.json")[name] for name in ("final", "best")}

@@ -73,7 +73,7 @@ def test_each_job_of_a_sweep_resumes_a_run_in_a_folder_of_its_own(trained, tmp_p
     ("arguments", "message"),
     [
         (["--train.steps=3"], "train.py: error: unrecognized arguments: --train.steps=3"),
-        (["logging.wandb=null"], "error: W&B refuses a key of logging, or a variable WANDB_…: mode (logging.wandb): "),
+        (["logging.wandb=null"], "error: W&B refuses a key of logging, or a variable WANDB_…: mode: "),
         (["resume=RUN"], "is at step 8: raise train.steps=8 to go on"),
     ],
 )

@@ -1,25 +1,21 @@
 """The loop, in this process: what it learns, logs and says, which keys reach what, and how a run ends that can't go on."""
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 import yaml
 
 import configs
-import train
-from measure.clock import StepClock, Window
 from model import GPT, norm
-from model.loss import TWO_PASSES
 from tests.resume.stops import in_step, spoil
 from tests.runs import FakeWandb, corpus, losses, newest, read_json, train_here
-from training import checkpoint, evaluation, plot, storage
-from training.checkpoint import Saver
+from training import checkpoint, plot, storage
+from training.checkpoint import Validation
 from training.distributed import ALONE
-from training.evaluation import Validation
 from training.metrics import Health, NonFiniteError
-from training.precision import Precision
+from training.step import MixedPrecision
 
 GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
 
@@ -65,18 +61,12 @@ def test_bits_per_byte_of_each_split_are_by_its_own_text_and_everything_shows_th
     assert f"{last['train/bits_per_byte']:.3f} bits/byte" in (shown := capsys.readouterr().out)
     assert f"{last['val/bits_per_byte']:.4f} bits per byte" in shown
     for part in nats:
-        *_, drawn = plot.read_run(summary.folder).drawn("bits", "tokens")[part == "val"]
+        *_, drawn = plot.points(storage.read_metrics(summary.folder), f"{part}/bits_per_byte", "tokens")
         assert drawn == (30 * 256, last[f"{part}/bits_per_byte"])
         assert any(values.get(f"{part}/bits_per_byte") == last[f"{part}/bits_per_byte"] for _, values in told.logged)
     assert told.step_metrics == {"train/*": "tokens", "val/*": "tokens"}
     for kept in (told.arguments["config"], told.summary, sizes):
         assert (kept["vocabulary"], kept["tokens_per_step"]) == (279, 256) and kept["parameters"] > 10_000
-
-
-def test_tokens_per_second_counts_slow_steps_and_the_step_time_is_the_typical_one(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.StepClock, "window", lambda _: Window(median_ms=10.0, mean_ms=40.0))
-    line = train_here([*tiny, "train.steps=5"], tmp_path / "run")[1][0]
-    assert (line["perf/step_ms"], line["perf/tokens_per_s"]) == (10.0, pytest.approx(8 * 32 / 0.040))
 
 
 def test_logging_evaluation_and_what_else_is_drawn_do_not_shift_the_run_and_a_line_has_the_mean_of_its_steps(tiny, tmp_path):
@@ -89,37 +79,11 @@ def test_logging_evaluation_and_what_else_is_drawn_do_not_shift_the_run_and_a_li
     assert losses(means) == pytest.approx([sum(part) / len(part) for part in (each[:5], each[5:10], each[10:])])
 
 
-def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
-    asked = []
-
-    def without_a_compiler(model, **options):
-        """As torch.compile, traced whole but run without generated code: this machine may have no C++ compiler."""
-        asked.append(options)
-        return original(model, backend="eager", fullgraph=options["fullgraph"])
-
-    original = torch.compile
-    monkeypatch.setattr(torch, "compile", without_a_compiler)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: asked.append("reset"))
-    overrides = [*tiny, "train.steps=6", "model.layers=1", "model.dropout=0.1", "model.attention_dropout=0", "logging.every=1"]
-    _, eager = train_here(overrides, tmp_path / "eager")
-    compiled, metrics = train_here([*overrides, "train.compile=true"], tmp_path / "compiled")
-    assert asked[-2:] == ["reset", {"fullgraph": True, "options": TWO_PASSES}]
-    assert losses(metrics) == pytest.approx(losses(eager), rel=1e-5)
-    assert all("_orig_mod" not in name for name in checkpoint.read(compiled.folder).model()), "the names of the model itself"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["model.layers=1"], ["parameters, 1 layer × 32\n", "PyTorch reference of the fused op (no kernel on this CPU)"]),
-        (["norm.impl=torch", "train.precision=bf16"], ["PyTorch's own operators", "bf16"]),
-        (["norm.placement=sandwich", "norm.weight=none"], ["fused layernorm, sandwich, weight none: "]),
-    ],
-)
-def test_the_table_of_facts_counts_and_warns(tiny, tmp_path, capsys, overrides, said):
-    summary, _ = train_here([*tiny, "train.steps=3", *overrides], tmp_path / "run")
+def test_the_table_of_facts_counts_and_warns(tiny, tmp_path, capsys):
+    own = ["model.layers=1", "train.precision=bf16", "norm.placement=sandwich", "norm.weight=none"]
+    summary, _ = train_here([*tiny, "train.steps=3", *own], tmp_path / "run")
+    facts = ("bf16", "1 layer × 32\n", "fused layernorm, sandwich, weight none: PyTorch reference\n", "held out", "W&B")
     shown = capsys.readouterr().out
-    facts = ("device", "precision", "parameters", "vocabulary", "held out", "epochs", "W&B", "run folder", *said)
     assert [fact for fact in facts if fact not in shown] == []
     assert all(weight.dtype is torch.float32 for weight in checkpoint.read(summary.folder).model().values())
 
@@ -146,48 +110,13 @@ def test_settings_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkey
 
 def test_keys_of_evaluation_and_of_the_sample_reach_them(tiny, tmp_path, monkeypatch):
     read, drawn, generate = [], [], GPT.generate
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_, before_batch, **how: read.append(how) or Validation(1.0, 1.0))
+    monkeypatch.setattr("training.metrics.evaluate", lambda *_, before_batch, **how: read.append(how) or Validation(1.0, 1.0))
     monkeypatch.setattr(GPT, "generate", lambda self, *a, **k: drawn.append(a[1:]) or generate(self, *a, **k))
     sample = ["sample.temperature=0.25", "sample.top_k=3", "sample.tokens=4"]
     train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2", *sample], tmp_path / "run")
     summary, _ = train_here([*tiny, "train.steps=3", "sample.tokens=0"], tmp_path / "none")
     assert read[0] == {"context": 32, "batch_size": 4, "batches": 3, "world": ALONE}
     assert drawn == [(4, 0.25, 3)] and summary.sample == "" and not (summary.folder / "sample.txt").exists()
-
-
-def test_the_rate_is_that_of_the_step_it_is_logged_for_and_the_seed_decides_the_initial_weights(tiny, tmp_path, monkeypatch):
-    first, used, original = [], [], train.training_step
-
-    def step(forward, state, *rest):
-        first.append(state.model.blocks[0].mlp.down.weight.detach().clone())
-        result = original(forward, state, *rest)
-        used.append(state.optimizer.param_groups[0]["lr"])
-        return result
-
-    monkeypatch.setattr(train, "training_step", step)
-    for seed in (1, 1, 2):
-        _, metrics = train_here([*tiny, "train.steps=8", "logging.every=1", f"seed={seed}"], tmp_path / "run")
-    assert losses(metrics, "train/lr") == used[-8:] and len(set(used)) == 8
-    assert torch.equal(first[0], first[8]) and not torch.equal(first[0], first[16])
-
-
-def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch):
-    paused, during = [], []
-
-    @contextmanager
-    def pause(clock):
-        paused.append(True)
-        yield
-        paused.pop()
-
-    def watched(name, original):
-        return lambda *given, **named: during.append((name, len(paused))) or original(*given, **named)
-
-    monkeypatch.setattr(StepClock, "paused", pause)
-    monkeypatch.setattr(evaluation, "evaluate", watched("evaluate", evaluation.evaluate))
-    monkeypatch.setattr(Saver, "save", watched("save", Saver.save))
-    train_here([*tiny, "train.steps=6", "checkpoint.every=4", "eval.every=0"], tmp_path / "run")
-    assert during == [("save", 1), ("evaluate", 1), ("save", 1)]
 
 
 def test_the_last_good_checkpoint_is_the_one_with_the_most_steps(tiny, tmp_path):
@@ -202,7 +131,7 @@ def test_the_last_good_checkpoint_is_the_one_with_the_most_steps(tiny, tmp_path)
 
 
 def test_a_validation_loss_that_is_no_number_stops_the_run_and_is_never_the_best(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(float("nan"), float("nan")))
+    monkeypatch.setattr("training.metrics.evaluate", lambda *_, **__: Validation(float("nan"), float("nan")))
     with pytest.raises(NonFiniteError, match="the validation loss is NaN or infinite at step 10"):
         train_here(tiny, tmp_path / "run")
     assert not storage.checkpoints(tmp_path / "run")
@@ -210,7 +139,7 @@ def test_a_validation_loss_that_is_no_number_stops_the_run_and_is_never_the_best
 
 
 def test_a_gradient_that_is_never_finite_stops_an_fp16_run(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(Precision, "scaler", lambda _: torch.amp.GradScaler("cpu", init_scale=4.0))
+    monkeypatch.setattr(MixedPrecision, "scaler", lambda _: torch.amp.GradScaler("cpu", init_scale=4.0))
     scale = torch.amp.GradScaler.scale
     monkeypatch.setattr(torch.amp.GradScaler, "scale", lambda self, loss: scale(self, loss) * float("nan"))
     with pytest.raises(NonFiniteError, match=r"every loss scale down to 0\.5 at step 3"):
@@ -220,7 +149,7 @@ def test_a_gradient_that_is_never_finite_stops_an_fp16_run(tiny, tmp_path, monke
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("bad", [(NAN, GOOD), (INF, GOOD), (GOOD, NAN), (GOOD, INF)])
+@pytest.mark.parametrize("bad", [(NAN, GOOD), (GOOD, INF)])
 def test_the_first_bad_step_is_named_however_late_one_looks_but_an_overflow_under_a_scaler_is_ordinary_work(bad, scaled):
     health = Health(torch.device("cpu"), torch.amp.GradScaler("cpu", enabled=scaled))
     for step in range(1, 10):

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from configs import Config, command_line
-from configs.schema import Parallel
+from configs.schema import Parallel, TrainConfig
 from model import GPT
+from model.loss import TWO_PASSES
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World
 from training.optimizer import make_optimizer
-from training.precision import Precision
 from training.sharding import shard
-from training.step import compile_model
+from training.step import MixedPrecision
 
 
 class Built(NamedTuple):
@@ -25,7 +25,7 @@ class Built(NamedTuple):
 
 def build(
     cfg: Config,
-    precision: Precision,
+    precision: MixedPrecision,
     vocab_size: int,
     world: World = ALONE,
     *,
@@ -69,6 +69,13 @@ def build(
     if cfg.train.compile and not sharded:
         forward = compile_model(model, cfg.train)
     return Built(model, state, world.replicate(forward))
+
+
+def compile_model(model: GPT, train: TrainConfig) -> Callable[..., Tensor]:
+    """The whole model through torch.compile, in one graph, in the mode train.compile_mode."""
+    from torch._inductor import list_mode_options  # takes seconds to import, so only a run that compiles does it
+
+    return torch.compile(model, fullgraph=True, options={**list_mode_options(train.compile_mode), **TWO_PASSES})
 
 
 @torch.no_grad()

@@ -13,12 +13,9 @@ torch.distributed.checkpoint needs less, but its index is a pickle, which runs c
 
 import json
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -63,15 +60,10 @@ class TrainState:
     owes_validation: bool = False  # a signal cut the evaluation of this step short
     leads: bool = True  # whether this is the rank that writes
 
-    def parts(self, config: dict[str, Any], *, copied: bool) -> dict[str, Callable[[], bytes]]:
-        """The files of a checkpoint: by name, the function that makes the content.
+    def parts(self, config: dict[str, Any]) -> dict[str, Callable[[], bytes]]:
+        """The files of a checkpoint: by name, the function that makes the content; `config` is `configs.to_dict` of the run's.
 
         All ranks of a sharded model call it together; only the first one gets the tensors.
-
-        Args:
-            config: of the run, as `configs.to_dict` gives it.
-            copied: copy tensors to host memory now, so that training can go on while they are written. Sharded tensors are
-                always copied.
         """
         model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         training = {"loss_sum": self.loss_sum.detach()}
@@ -80,8 +72,6 @@ class TrainState:
             training |= {f"optimizer.{name}.{key}": value for key, value in of_each.get(index, {}).items()}
         if is_sharded(self.model):
             model, training = gather_to_host(model, keep=self.leads), gather_to_host(training, keep=self.leads)
-        elif copied:
-            model, training = _to_host(model), _to_host(training)
         state = {name: getattr(self, name) for name in PLAIN} | {
             "format": FORMAT,
             "scaler": self.scaler.state_dict(),
@@ -89,11 +79,10 @@ class TrainState:
             "best": self.best and asdict(self.best),
             "config": config,
         }
-        text = json.dumps(state, indent=1, allow_nan=False) + "\n"  # now, as training goes on while a thread writes it
         return {
-            MODEL: partial(serialize, model),
-            TRAINING: partial(serialize, training),
-            STATE: text.encode,
+            MODEL: lambda: serialize(model),
+            TRAINING: lambda: serialize(training),
+            STATE: (json.dumps(state, indent=1, allow_nan=False) + "\n").encode,
             TOKENIZER: self.tokenizer.encode,
         }
 
@@ -141,76 +130,32 @@ def serialize(tensors: dict[str, torch.Tensor]) -> bytes:
     return save({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
 
 
-def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory. Copies from a GPU overlap, through pinned memory, and the host waits once for all."""
-    copies = {
-        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-        for name, tensor in tensors.items()
-    }
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
-    return copies
-
-
 class Saver:
-    """Saves checkpoints in a run's folder and keeps the newest few. At the end of the block the last one is on the disk.
-
-    A thread writes one checkpoint at a time, and `save` waits for it. With checkpoint.background=true, `save` returns once the
-    state is copied to host memory; the next `save`, or the end of the block, waits for the thread and raises its error.
-    """
+    """Saves checkpoints in a run's folder, and keeps the newest checkpoint.keep and the best one."""
 
     def __init__(self, run: Path, cfg: Config, world: World = ALONE) -> None:
         self._run, self._world, self._options, self._config = run, world, cfg.checkpoint, to_dict(cfg)
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[None] | None = None
         self._saved_at = monotonic()
 
     @property
     def overdue(self) -> bool:
-        """Whether checkpoint.minutes have passed since the last checkpoint, or since the block began, by this rank's clock."""
+        """Whether checkpoint.minutes have passed since the last checkpoint, or since the start, by this rank's clock."""
         return 0 < 60 * self._options.minutes <= monotonic() - self._saved_at
 
     def save(self, state: TrainState) -> None:
-        """Saves `state`, and deletes checkpoints beyond the newest checkpoint.keep. All ranks call it together.
+        """Saves `state`. All ranks call it together.
 
         Raises:
-            StorageError: on every rank: this checkpoint, or the one that the thread was writing, can't be written.
+            StorageError: on every rank: the checkpoint can't be written.
         """
-        self.wait()
-        background = self._options.background
-        parts = state.parts(self._config, copied=background) if state.leads or is_sharded(state.model) else {}
-        if self._world.leads:
-            self._pending = self._thread.submit(self._write, state.step, parts, state.best_step)
-        if not background:
-            self.wait()
+        parts = state.parts(self._config) if state.leads or is_sharded(state.model) else {}
+
+        def write() -> None:
+            storage.commit(self._run, state.step, parts)
+            storage.prune(self._run, self._options.keep, state.best_step)
+
+        self._world.on_first(write)
         self._saved_at = monotonic()
-
-    def wait(self) -> None:
-        """Returns once the thread has written its checkpoint. All ranks call it together. Raises StorageError as `save`."""
-        self._world.on_first(self._finish)
-
-    def _finish(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def _write(self, step: int, parts: dict[str, Callable[[], bytes]], best: int | None) -> None:
-        if not (self._run / storage.FOLDER / storage.name(step)).exists():
-            storage.commit(self._run, step, parts)
-        storage.prune(self._run, self._options.keep, best)
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        try:
-            self._finish()  # not `wait`: a rank may come here alone
-        except Exception as failed:
-            if error is None or isinstance(error, SystemExit):  # the exit code of a stopped run means that all is saved
-                raise
-            error.add_note(str(failed))  # so that it does not hide why the run ended
-        finally:
-            self._thread.shutdown()
 
 
 @dataclass(frozen=True)
@@ -261,6 +206,31 @@ def read(path: Path, *, verified: bool = False) -> Stored:
         raise ConfigError(f"{path}: not a readable checkpoint: {error}") from error
 
 
+def locate(path: Path) -> Path:
+    """The checkpoint at `path`: one checkpoint; or the newest one of a run or of its checkpoints/. RUN/last is the newest one
+    too, and RUN/best the one with the least validation loss.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if path.name in (LAST, BEST) and (kept := storage.checkpoints(path.parent)):
+        if path.name == LAST:
+            return kept[0]
+        losses = {line["step"]: line["val/loss"] for line in storage.read_metrics(path.parent) if "val/loss" in line}
+        evaluated = [found for found in reversed(kept) if storage.step_of(found) in losses]
+        if not evaluated:
+            raise ConfigError(
+                f"{path}: no checkpoint of this run was evaluated. Give the run, for its newest one: {path.parent}."
+            )
+        return min(evaluated, key=lambda found: losses[storage.step_of(found)])
+    if (path / storage.SUMS).is_file():
+        return path
+    if kept := storage.checkpoints(path.parent if path.name == storage.FOLDER else path):
+        return kept[0]
+    near = sorted({str(found.parent.parent) for folder in (path, path.parent) for found in folder.glob("*/checkpoints/step_*")})
+    raise ConfigError(f"{path}: no checkpoint there." + (f" Runs that have some: {', '.join(near[-3:])}." if near else ""))
+
+
 def load_weights(model: torch.nn.Module, stored: Stored) -> None:
     """Loads the weights of a checkpoint into a model. Raises ConfigError: names or shapes differ."""
     try:
@@ -268,43 +238,3 @@ def load_weights(model: torch.nn.Module, stored: Stored) -> None:
         model.load_state_dict({name: sharded_like(value, like=own.get(name, value)) for name, value in stored.model().items()})
     except RuntimeError as error:
         raise ConfigError(f"the weights of {relative(stored.path)} do not fit this model: {error}") from error
-
-
-def locate(path: Path) -> Path:
-    """The checkpoint at `path`.
-
-    Args:
-        path: a checkpoint, or a run or its checkpoints/: the newest one. RUN/last is the newest one too, RUN/best the one with
-            the least validation loss. A file in one of these folders counts as the folder.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    named = path.parent.name in (LAST, BEST) and not path.exists()  # a file of a checkpoint that is looked up by its name
-    folder = storage.run_of(path.parent if path.is_file() or named else path)
-    if folder.name in (LAST, BEST) and (kept := storage.checkpoints(folder.parent)):
-        return kept[0] if folder.name == LAST else _best(folder.parent, kept)
-    if (folder / storage.SUMS).is_file() or (folder / STATE).is_file():
-        return folder
-    if kept := storage.checkpoints(folder):
-        return kept[0]
-    near = _runs_in(folder) or _runs_in(path.parent)
-    raise ConfigError(f"{path}: no checkpoint there." + (f" Runs that have some: {', '.join(near[-3:])}." if near else ""))
-
-
-def _best(run: Path, kept: list[Path]) -> Path:
-    """The checkpoint of the least validation loss in the run's metrics, of those that are kept."""
-    from training.metrics import read_metrics  # here, as it imports this module
-
-    metrics = run / "metrics.jsonl"
-    lines = read_metrics(metrics) if metrics.is_file() else []
-    losses = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
-    evaluated = [checkpoint for checkpoint in reversed(kept) if storage.step_of(checkpoint) in losses]
-    if not evaluated:
-        raise ConfigError(f"{run / BEST}: no checkpoint of this run was evaluated. Give the run, for its newest one: {run}.")
-    return min(evaluated, key=lambda checkpoint: losses[storage.step_of(checkpoint)])
-
-
-def _runs_in(folder: Path) -> list[str]:
-    """The runs in a folder that have checkpoints."""
-    return sorted({str(found.parent.parent) for found in folder.glob(f"*/{storage.FOLDER}/step_*")})

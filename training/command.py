@@ -1,24 +1,63 @@
-"""What turns a command into a run, or into the runs of a sweep: refused configs, exit codes."""
+"""What turns a command into a run, or into the runs of a sweep: where it begins, refused configs, facts and exit codes.
 
+resume=never   a new run
+resume=auto    resumes in the folder that the command names, from its newest whole checkpoint; a new run if there is none.
+               torchrun --max-restarts, or a scheduler that preempts, can repeat the same command
+resume=PATH    resumes the run at PATH with its config, in its own folder. A single checkpoint, or another config, is resumed in
+               a new folder
+"""
+
+import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
+import configs
+import ops
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.command_line import Job
 from configs.machine import Machine
+from configs.schema import DropoutMasks, NormImpl, NormWeight, Placement, Precision
+from data import Corpus, identity
 from measure.environment import environment
-from training import resume, tracking
-from training.console import mute, show, take_any_encoding
-from training.distributed import World, join
-from training.facts import Summary, report
-from training.interrupt import exit_on_signals
+from model import GPT
+from training import checkpoint, storage, tracking
+from training.checkpoint import Validation
+from training.distributed import ALONE, World, join
+from training.interrupt import exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
-from training.precision import deterministic
-from training.run import Run, open_run
+from training.run import Run, Start, open_run
+from training.sharding import is_sharded
+from training.step import MixedPrecision, set_deterministic
 from training.storage import StorageError, relative
+
+
+@dataclass
+class Summary:
+    """What a finished run reached."""
+
+    folder: Path
+    final: Validation
+    best: Validation
+    step_ms: float | None  # median after warm-up
+    sample: str
+
+    def __str__(self) -> str:
+        final, best, picture = self.final, self.best, self.folder / "loss.png"
+        lines = {
+            "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
+            "step time": f"{self.step_ms:.1f} ms (median)" if self.step_ms else "only warm-up steps were run",
+            **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
+            "more text": shlex.join(["python", "sample.py", relative(self.folder)]),
+        }
+        text = f"\n{self.sample.strip()}\n" if self.sample else ""
+        return text + "\n" + "\n".join(f"  {name:<10}  {value}" for name, value in lines.items())
+
 
 Train = Callable[[Config, Run, Machine, World], Summary]
 
@@ -71,7 +110,7 @@ def job(train: Train, asked: Job, world: World) -> int:
     cfg, folder, sweep = asked.cfg, asked.folder, asked.swept
     try:
         chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
-        origin = world.on_first(lambda: resume.settle(cfg, folder, asked.overrides, chosen=chosen))
+        origin = world.on_first(lambda: find_start(cfg, folder, asked.overrides, chosen=chosen))
         if origin.finished:
             if world.leads:
                 show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
@@ -79,14 +118,15 @@ def job(train: Train, asked: Job, world: World) -> int:
         with world.shared_errors():
             inspected = machine.inspect(origin.cfg.device)
             rules.check(origin.cfg, inspected)
-            tracking.settle(origin.cfg.logging)
+            tracking.with_defaults(origin.cfg.logging)
         group = folder.parent.name if sweep else None
         device = torch.device(inspected.device)
-        with deterministic(origin.cfg.deterministic), open_run(origin, device, group, world) as run:
+        set_deterministic(origin.cfg.deterministic)
+        with open_run(origin, device, group, world) as run:
             summary = train(origin.cfg, run, inspected, world)
     except (NonFiniteError, StorageError) as error:
         if world.leads:
-            show("\n".join([f"stopped: {error}", *getattr(error, "__notes__", ())]), sys.stderr)
+            show(f"stopped: {error}", sys.stderr)
             ErrorHandler().record_exception(error)
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
@@ -103,5 +143,116 @@ def job(train: Train, asked: Job, world: World) -> int:
             return command_line.EXIT_CODE
         return command_line.refuse(ConfigError(f"{error}\n(in the job {' '.join(asked.overrides)})") if sweep else error)
     if world.leads:
-        show(report(summary))
+        show(str(summary))
     return 0
+
+
+def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> Start:
+    """Finds where the run of a command begins. Writes nothing.
+
+    Args:
+        cfg: the config that the command composed.
+        folder: where a new run would go.
+        overrides: of the command; resume=PATH applies them to the stored config.
+        chosen: the command names `folder`, so that it may have a run already.
+
+    Raises:
+        ConfigError: no checkpoint where one is needed, a damaged one, or a config that differs in what matters.
+    """
+    if cfg.resume == "never":
+        return Start(cfg, folder)
+    auto, this = cfg.resume == "auto", f"resume={cfg.resume}"
+    if auto and not chosen:
+        raise ConfigError(
+            "resume=auto goes on in the folder that the command names, and this one names none, so that each start would have "
+            "a new one. Add folder=runs/NAME (in a sweep it is the sweep's folder)."
+        )
+    run = folder if auto else Path(cfg.resume)
+    if run.name == storage.FOLDER:
+        run = run.parent
+    kept = bool(storage.checkpoints(run))
+    try:
+        found, problems = storage.newest(run)
+        if found is None and problems:
+            raise ConfigError("\n".join([*problems, f"No checkpoint in {relative(run)} is whole. Start in another folder."]))
+        if found is None and auto:
+            return _first_start(cfg, folder)
+        if found is None:
+            found = checkpoint.locate(run)
+            storage.verify(found)
+    except (PermissionError, ValueError) as error:
+        raise ConfigError(f"{this}: {error}") from error
+    stored = checkpoint.read(found, verified=True)
+    before = stored.cfg
+    if not auto:  # an earlier command's resume_with_changes does not count for this one
+        cfg = configs.from_dict(stored.state["config"] | {"resume_with_changes": False}, overrides)
+    if cfg.train.precision is Precision.auto:  # another device would choose another dtype
+        cfg.train.precision = before.train.precision
+    finished = auto and Start(cfg, run, stored, in_place=True).finished
+    with command_line.as_config_errors():  # a finished run needs its text no more
+        same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
+    changed = rules.check_resumed(before, cfg, same_corpus)
+    in_place = auto or (kept and (folder.resolve() == run.resolve() if chosen else not changed))
+    if in_place and not auto:
+        cfg.resume = before.resume  # config.yaml says how the run began
+    notes = [f"{problem}; the one before it is used." for problem in problems]
+    notes.append(f"{this}: goes on from {relative(found)}.")
+    for key in ("norm.impl", "norm.dropout_masks"):  # config.yaml has only the last value
+        then, now = attrgetter(key)(before), attrgetter(key)(cfg)
+        if then != now:
+            notes.append(f"{key}={now} from here on; the steps before had {key}={then}.")
+    start = Start(cfg, run if in_place else folder, stored, in_place, notes)
+    steps = cfg.train.steps
+    lacks_results = in_place and not start.finished and before.train.steps == steps
+    if stored.step >= steps and not finished and not lacks_results:
+        raise ConfigError(
+            f"{this}: {relative(found)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
+            f"  {storage.resume_command(run)} train.steps={2 * stored.step} resume_with_changes=true\n"
+            "The last word accepts other learning rates than the steps before had, where optim.schedule makes some."
+        )
+    return start
+
+
+def _first_start(cfg: Config, folder: Path) -> Start:
+    """Of resume=auto in a folder without checkpoints."""
+    if (folder / "summary.json").is_file():
+        raise ConfigError(
+            f"{relative(folder)} has a finished run whose checkpoints are gone, and a new one there would "
+            "overwrite the rest of it. Choose another folder."
+        )
+    started = (folder / "config.yaml").is_file()
+    note = "no checkpoint there yet; the run starts at its first step" if started else "no run there yet; a new one starts"
+    return Start(cfg, folder, in_place=started, notes=[f"resume=auto: {relative(folder)}: {note}."])
+
+
+def facts(
+    origin: Start, precision: MixedPrecision, corpus: Corpus, model: GPT, sizes: dict[str, float], world: World = ALONE
+) -> dict[str, str]:
+    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
+    cfg, device = origin.cfg, precision.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    norms = f"{cfg.norm.impl} {cfg.norm.kind}"
+    norms += "" if cfg.norm.placement is Placement.pre else f", {cfg.norm.placement}"
+    norms += "" if cfg.norm.weight is NormWeight.ones else f", weight {cfg.norm.weight}"
+    norms += f": {ops.backend_for(device) if cfg.norm.impl is NormImpl.fused else cfg.norm.impl.meaning}"
+    norms += ", shared dropout masks" if cfg.norm.dropout_masks is DropoutMasks.shared else ""
+    lost, size = (sum(of) for of in zip(*((s.lost, s.bytes + s.lost) for s in (corpus.train, corpus.val)), strict=True))
+    epochs = cfg.train.steps * sizes["tokens_per_step"] / sizes["train_tokens"]
+    ranks = {"ranks": f"{world.size} × this device, {'fsdp' if is_sharded(model) else 'ddp'}"} if world.store else {}
+    return {
+        "device": f"{device.type}, {hardware}",
+        **ranks,
+        "precision": str(precision)
+        + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else "")
+        + (", deterministic" if cfg.deterministic else ""),
+        "norms": norms,
+        "loss": f"{cfg.loss.impl}" + (f", {cfg.loss.chunks} chunks" if cfg.loss.chunks > 1 else ""),
+        "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"
+        + (f", with the weights of {cfg.init_from}" if cfg.init_from and not origin.stored else ""),
+        "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",
+        "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out"
+        + (f"; the tokenizer has no token for {lost / size:.2%} of the text, which bits per byte leaves out" if lost else ""),
+        "batch": f"{sizes['tokens_per_step']:,} tokens ({cfg.train.batch_size} × {cfg.model.context}"
+        + (f", in {cfg.train.accumulation} micro-batches)" if cfg.train.accumulation > 1 else ")"),
+        "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
+    }

@@ -1,5 +1,6 @@
-"""The layouts of GPT-2 and Llama on the Hugging Face Hub, and the export of a trained model in one of them.
+"""The layouts of GPT-2 and Llama on the Hugging Face Hub: weights to begin with, and the export of a trained model.
 
+python train.py init_from=openai-community/gpt2 ...        also a folder in one of the layouts, or a run of train.py
 python -m training.export runs/FOLDER --format gpt2        or llama; writes runs/FOLDER/export_gpt2
 
 GPT-2 stores its linear weights as [in, out], the transpose of ours. Llama stores separately what we join in one product:
@@ -9,6 +10,7 @@ i + head_width / 2.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
@@ -16,10 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from configs import Config, ConfigError, keys
+from configs import Config, ConfigError, keys, machine
 from configs.schema import Activation, ModelConfig, NormKind, Positions
 from data import Tokenizer
+from model import GPT
 from model.gpt import embedding_rows
 from model.mlp import mlp_width
 from training import checkpoint, storage
@@ -65,12 +70,8 @@ SIZES: dict[str, Callable[[Config, int], object]] = {
 
 
 def differences(ours: Config, theirs: Config, vocab_size: int, free: Collection[str] = ()) -> list[str]:
-    """The keys in which two configs describe different models. Sizes are compared only if all other keys are the same.
-
-    Args:
-        vocab_size: of the tokenizer.
-        free: keys that may differ.
-    """
+    """The keys in which two configs describe different models, but for those in `free`. Sizes are compared only if all other
+    keys are the same."""
 
     def value(key: str, cfg: Config) -> object:
         return SIZES[key](cfg, vocab_size) if key in SIZES else attrgetter(key)(cfg)
@@ -184,16 +185,92 @@ def entries(layout: str, cfg: ModelConfig, vocab_size: int) -> Iterator[Entry]:
                 yield Entry(full[0], tuple(full[1:]), rows.get(ours, ()), transposed)
 
 
-def to_layout(ours: dict[str, torch.Tensor], layout: str, cfg: Config, vocab_size: int) -> dict[str, torch.Tensor]:
-    """The tensors of the layout, without padding of the vocabulary. GPT-2 has biases everywhere; missing ones become zeros."""
+# ---- weights to begin with ---------------------------------------------------------------------------------------------------
+
+# Masks and tables in some files, which follow from the config and are no weights.
+NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
+
+
+def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
+    """Fills `model` with weights that were trained before.
+
+    Args:
+        source: a run of train.py (its newest checkpoint) or one of its checkpoints; a folder with config.json and
+            model.safetensors (or its parts), of a GPT-2 or a Llama; owner/name of such a one on the Hub.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: no such weights, or weights of another model or of other tokens; the message names the keys.
+    """
+    path, ours = machine.expanded(source), Config(model=model.cfg, norm=model.norm, loss=model.loss)
+    try:
+        if not path.exists() and source.count("/") == 1 and not path.parent.is_dir():
+            import huggingface_hub  # here, as it takes a while and few runs need it
+
+            path = Path(huggingface_hub.snapshot_download(source, allow_patterns=["config.json", "model*.safetensors"]))
+        if (path / "config.json").is_file():
+            _load_layout(model, ours, path)
+            return
+        stored = checkpoint.read(path)
+        _refuse(differences(ours, stored.cfg, model.tokenizer_vocab_size))
+        if stored.tokenizer != tokenizer.to_json():
+            raise ConfigError(stored.other_tokenizer)
+        checkpoint.load_weights(model, stored)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"init_from={source}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"init_from={source}: not a GPT-2 or Llama of the Hub: it has no {error}.") from error
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise ConfigError("another model than this run's:\n" + "\n".join(wrong))
+
+
+@torch.no_grad()
+def _load_layout(model: GPT, ours: Config, folder: Path) -> None:
+    """Fills `model` with the weights of a GPT-2 or a Llama.
+
+    Rows that the vocabulary is padded with get the mean of the others. Zeros would not do: GPT-2's logits lie far below zero,
+    where the padding would be the likeliest token. With the mean, real tokens keep their logits, and as the mean of exp is at
+    least exp of the mean, the loss is at most ln(padded size / size) too high.
+    """
+    theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layout, size = theirs["model_type"], model.tokenizer_vocab_size
+    if layout not in FORMATS:
+        raise ConfigError(f"a model of type {layout}; known are {' and '.join(FORMATS)}.")
+    described, free = from_config(layout, theirs), {"model.vocab_size"}
+    if model.cfg.context < described.model.context:  # the first positions are enough
+        free.add("model.context")
+    _refuse(differences(ours, described, size, free))
     tensors: dict[str, torch.Tensor] = {}
-    for entry in entries(layout, cfg.model, vocab_size):
-        value = ours.get(entry.ours)
-        if value is None:
-            value = torch.zeros(len(ours[entry.ours.replace(".bias", ".weight")]))
-        parts = value[: sum(entry.rows)].split(entry.rows) if entry.rows else (value,)
-        tensors |= {name: part.T if entry.transposed else part for name, part in zip(entry.theirs, parts, strict=True)}
-    return tensors
+    for file in folder.glob("model*.safetensors"):
+        tensors |= {name: tensor for name, tensor in load_file(file).items() if not NO_WEIGHTS.fullmatch(name)}
+    if layout == GPT2:  # OpenAI's files on the Hub leave the prefix out
+        tensors = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): of for name, of in tensors.items()}
+    wanted, targets = list(entries(layout, model.cfg, size)), model.state_dict()
+    if model.cfg.tie_embeddings and "lm_head.weight" in tensors:  # a file may have the shared tensor under either name
+        tensors.setdefault(wanted[0].theirs[0], tensors.pop("lm_head.weight"))
+    for entry in wanted:
+        parts = [tensors.pop(name) for name in entry.theirs]
+        value, target = torch.cat([part.T if entry.transposed else part for part in parts]).float(), targets[entry.ours]
+        if entry.ours in ("embedding.weight", "head.weight"):
+            if len(value) != size:
+                raise ConfigError(
+                    f"it has a vocabulary of {len(value):,}, the tokenizer one of {size:,}: the ids would mean other text. Use "
+                    "the model's own tokenizer: tokenizer=gpt2, or tokenizer.kind=pretrained tokenizer.pretrained=owner/name."
+                )
+            value = torch.cat((value, value.mean(dim=0, keepdim=True).expand(len(target) - len(value), -1)))
+        elif entry.ours == "positions.weight":
+            value = value[: model.cfg.context]
+        if value.shape != target.shape:
+            raise ConfigError(f"{entry.theirs[0]} makes {tuple(value.shape)}, and {entry.ours} is {tuple(target.shape)}.")
+        target.copy_(value)
+    if tensors:
+        raise ConfigError(f"it has tensors that this model has no place for: {', '.join(sorted(tensors)[:5])}.")
+
+
+# ---- export ------------------------------------------------------------------------------------------------------------------
 
 
 def export(path: Path, layout: str, output: Path | None = None) -> Path:
@@ -202,10 +279,10 @@ def export(path: Path, layout: str, output: Path | None = None) -> Path:
     Args:
         path: a run (its newest checkpoint), or a checkpoint, such as RUN/best.
         layout: gpt2 or llama.
-        output: a folder, made if need be; None: export_LAYOUT in the run, or beside a checkpoint that stands alone.
+        output: a new folder, or that of an earlier export; None: export_LAYOUT in the run, or beside the checkpoint.
 
     Raises:
-        ConfigError: no checkpoint there, a model that the layout can't express, or an output that is a run or a checkpoint.
+        ConfigError: no checkpoint there, a model that the layout can't express, or a folder with other files.
         StorageError: the folder can't be written.
     """
     stored = checkpoint.read(path)
@@ -214,20 +291,26 @@ def export(path: Path, layout: str, output: Path | None = None) -> Path:
         raise ConfigError(f"the layout {layout} can't hold the model of {path}:\n" + "\n".join(wrong))
     beside = stored.path.parent
     output = output or (beside.parent if beside.name == storage.FOLDER else beside) / f"export_{layout}"
-    if any((output / name).exists() for name in ("config.yaml", storage.FOLDER, storage.SUMS)):
-        raise ConfigError(f"--output {output}: it is a run or a checkpoint, whose files stay. Name a new folder.")
+    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
+        raise ConfigError(f"--output {output}: it has other files, such as those of a run. Name a new folder.")
+    ours, vocab_size = stored.model(), tokenizer.vocab_size
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in entries(layout, cfg.model, vocab_size):
+        value = ours.get(entry.ours)
+        if value is None:  # GPT-2 has biases everywhere
+            value = torch.zeros(len(ours[entry.ours.replace(".bias", ".weight")]))
+        parts = value[: sum(entry.rows)].split(entry.rows) if entry.rows else (value,)
+        tensors |= {name: part.T if entry.transposed else part for name, part in zip(entry.theirs, parts, strict=True)}
     end = tokenizer.end_of_text
-    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.model.context}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.model.context}
     if end is not None:
-        tokenizer_config["eos_token"] = tokenizer.decode([end], skip_special=False)
+        described["eos_token"] = tokenizer.decode([end], skip_special=False)
     with storage.as_storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
-    tensors = to_layout(stored.model(), layout, cfg, tokenizer.vocab_size)
-    storage.replace(output / "model.safetensors", checkpoint.serialize(tensors))
-    storage.replace_text(output / "tokenizer.json", stored.tokenizer)
-    model_config = to_config(layout, cfg, tokenizer.vocab_size, end)
-    for name, content in (("config.json", model_config), ("tokenizer_config.json", tokenizer_config)):
-        storage.replace_text(output / name, json.dumps(content, indent=2) + "\n")
+        (output / "model.safetensors").write_bytes(checkpoint.serialize(tensors))
+        (output / "tokenizer.json").write_text(stored.tokenizer, encoding="utf-8")
+        for name, content in (("config", to_config(layout, cfg, vocab_size, end)), ("tokenizer_config", described)):
+            (output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return output
 
 

@@ -1,13 +1,19 @@
-"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop a run after its current step. SIGUSR2 is free for other uses."""
+"""What may happen to a process: signals, a terminal that has gone, a pipe without a reader, a log on a full disk.
 
+Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop a run after its current step. SIGUSR2 is free for other uses."""
+
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
-from training.console import show
+from tqdm import tqdm
+
 from training.distributed import ALONE, World
 
 ENDING = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]  # of a scheduler, a closed terminal, Slurm's --signal=USR1@60
@@ -49,7 +55,6 @@ class Interrupt:
 
     def __init__(self, world: World = ALONE) -> None:
         self.requested: signal.Signals | None = None
-        self.answer = "Finishing this step, then a checkpoint."  # printed when a signal comes
         self._world, self._alone, self._raises = world, world.store is None, False
 
     def __enter__(self) -> "Interrupt":
@@ -78,12 +83,11 @@ class Interrupt:
             raise Stopped(self.exit_code)
 
     @contextmanager
-    def stopping_at_once(self, answer: str) -> Iterator[None]:
+    def stopping_at_once(self) -> Iterator[None]:
         """Within this block a signal raises Stopped, also one that came before. It is for long work that can be done again.
 
         A signal reaches several ranks at different moments. They `check` where the block begins and where it ends instead.
         """
-        before, self.answer = self.answer, answer
         try:
             self._raises = self._alone
             self.check()
@@ -91,7 +95,7 @@ class Interrupt:
             if not self._alone:
                 self.check()
         finally:
-            self.answer, self._raises = before, False
+            self._raises = False
 
     @property
     def exit_code(self) -> int:
@@ -106,6 +110,39 @@ class Interrupt:
         if self._world.leads:
             hint = " Ctrl-C again quits at once." if self._alone and number == signal.SIGINT else ""
             with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
-                show(f"\n{self.answer}{hint}", sys.stderr)
+                show(f"\nStopping, with a checkpoint.{hint}", sys.stderr)
         if self._raises:
             raise Stopped(self.exit_code)
+
+
+def take_any_encoding() -> None:
+    """Makes standard output escape characters that its encoding lacks, as ASCII lacks ×. Standard error always does.
+
+    A process that was started without a stream, as by `2>&-`, gets one that drops all text.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Prints a line without tearing a progress bar. `stream` is standard output by default.
+
+    The run goes on if the line can't be printed: Ctrl-C ends `| tee` too, and a broken connection closes the terminal.
+    """
+    stream = stream or sys.stdout
+    try:
+        tqdm.write(text, file=stream)
+        stream.flush()
+    except OSError as error:
+        mute(stream)
+        if stream is not sys.stderr:
+            show(f"standard output can't be written: {error.strerror}. Nothing more is shown there.", sys.stderr)
+
+
+def mute(stream: TextIO) -> None:
+    """Drops all text that is written to the stream from now on, and the text in its buffer."""
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())

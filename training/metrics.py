@@ -1,21 +1,22 @@
-"""The lines of metrics.jsonl: the figures of training steps, and the check that they are finite numbers."""
+"""The figures of a run: of its training steps and of the validation set, and the check that they are finite numbers."""
 
-import json
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Callable
+from itertools import chain, islice, repeat
 
 import torch
 
 from configs import Config
-from data import Corpus
+from data import Corpus, Split, ValidationWindows
 from measure.clock import StepClock
 from measure.gpu import peak_flops
 from model import GPT
-from training.checkpoint import TrainState
-from training.distributed import World
-from training.precision import Precision
-from training.sharding import full_tensor
+from training.checkpoint import TrainState, Validation
+from training.distributed import ALONE, World
+from training.interrupt import Interrupt
+from training.run import Run
+from training.sharding import forward_only, full_tensor, is_sharded
+from training.step import MixedPrecision
 
 
 def batch_tokens(cfg: Config) -> int:
@@ -43,7 +44,7 @@ class Metrics:
     """
 
     def __init__(
-        self, state: TrainState, cfg: Config, corpus: Corpus, precision: Precision, clock: StepClock, world: World
+        self, state: TrainState, cfg: Config, corpus: Corpus, precision: MixedPrecision, clock: StepClock, world: World
     ) -> None:
         self.health = Health(precision.device, state.scaler)
         self.state, self.precision, self.clock = state, precision, clock
@@ -85,16 +86,86 @@ class Metrics:
         return line
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl that are records: `step`, and figures by name. Damaged lines are left out."""
-    lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            numbers = isinstance(record, dict) and all(type(value) in (int, float) for value in record.values())
-            if numbers and type(record.get("step")) is int:
-                lines.append(record)
-    return lines
+def validate(run: Run, split: Split, metrics: Metrics, interrupt: Interrupt, world: World = ALONE) -> None:
+    """Evaluates after the step that `state.step` counts, logs it, and keeps the last and the best validation in the state.
+
+    All ranks call it together.
+
+    Raises:
+        Stopped: a signal cut it short. The state, and so the next checkpoint, says that the evaluation is owed.
+        NonFiniteError: the training or the validation loss is NaN or infinite.
+    """
+    cfg, state = run.cfg, metrics.state
+    state.owes_validation = True
+    with metrics.clock.paused():
+        metrics.health.check()
+        with interrupt.stopping_at_once():
+            # not the compiled model: it would be compiled again for evaluation, and for a last batch with fewer rows
+            validation = evaluate(
+                state.model,
+                split,
+                metrics.precision,
+                context=cfg.model.context,
+                batch_size=cfg.train.batch_size // cfg.train.accumulation // world.size,
+                batches=cfg.eval.batches and cfg.eval.batches * world.size,
+                world=world,
+                before_batch=interrupt.check,
+            )
+    if not math.isfinite(validation.loss):
+        raise NonFiniteError("the validation loss is NaN or infinite", state.step)
+    figures = {f"val/{name}": value for name, value in vars(validation).items()}
+    run.log(state.step, {"tokens": state.tokens} | figures)
+    state.validation, state.owes_validation = validation, False
+    if state.best is None or validation.loss < state.best.loss:
+        state.best, state.best_step = validation, state.step
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module,
+    split: Split,
+    precision: MixedPrecision,
+    *,
+    context: int,
+    batch_size: int,
+    batches: int | None = None,
+    world: World = ALONE,
+    before_batch: Callable[[], None] = lambda: None,
+) -> Validation:
+    """The mean loss over every predicted token of `split`, the same on every rank. Draws no random numbers.
+
+    Args:
+        model: all ranks of a sharded model call this together.
+        batch_size: rows of a batch. The ranks take batches in turn.
+        batches: the number of batches to evaluate, of all ranks together; None: all. Their windows are spread evenly over the
+            split. Both figures are then estimates: the loss of a sample, and bits per byte with the bytes per token of the
+            whole split.
+        before_batch: called before each batch, equally often on all ranks. An exception that it raises on all of them ends the
+            evaluation.
+    """
+    was_training = model.training
+    model.eval()
+    total, tokens = torch.zeros((), device=precision.device), 0
+    windows = ValidationWindows(
+        split.tokens, context=context, batch_size=batch_size, batches=batches, rank=world.rank, ranks=world.size
+    )
+    most = world.max(len(windows))
+    nothing = torch.zeros(1, context, dtype=torch.int64)
+    try:
+        with forward_only(model), precision.autocast():
+            for batch in islice(chain(windows, repeat(None)), most):
+                before_batch()
+                if batch is not None:
+                    inputs, targets = batch
+                    loss = model(inputs.to(precision.device), targets.to(precision.device))
+                    total += loss * targets.numel()  # the last batch may have fewer rows
+                    tokens += targets.numel()
+                elif is_sharded(model):  # its ranks gather weights together, so each makes as many passes as the busiest
+                    model(nothing.to(precision.device))
+        mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
+    finally:  # a signal may cut it short
+        model.train(was_training)
+    return Validation(mean, split.bits_per_byte(mean))
 
 
 class NonFiniteError(RuntimeError):

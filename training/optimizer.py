@@ -91,6 +91,9 @@ class Chained(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._share()
 
+    def __getstate__(self) -> dict:  # of copies: the base class names what they take
+        return super().__getstate__() | {"optimizers": self.optimizers}
+
     def _share(self) -> None:
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:

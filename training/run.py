@@ -2,32 +2,30 @@
 
 import json
 import math
-import sys
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from time import monotonic
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import configs
 from configs import Config, ConfigError
 from data import Tokenizer
 from measure.environment import environment
 from training import storage
-from training.console import show
+from training.checkpoint import Stored
 from training.distributed import ALONE, World
-from training.interrupt import Interrupt, Stopped
-from training.metrics import read_metrics
+from training.interrupt import Stopped, show
 from training.plot import loss_curve
-from training.resume import Start
-from training.storage import claim, identity, locked, relative
-from training.tracking import Tracker, agent_job, described, settle
+from training.storage import claim, locked, relative
+from training.tracking import Tracker, agent_job, described, with_defaults
 
-CONSOLE_LINES = 20  # of progress, about, where no terminal shows a bar
-FIGURES = {  # that the bar or a line shows
+SHOWN_EVERY_S = 10.0
+FIGURES = {  # of a line that is shown
     "train/loss": "loss {:.3f}",
     "train/bits_per_byte": "{:.3f} bits/byte",
     "train/lr": "lr {:.1e}",
@@ -37,6 +35,27 @@ FIGURES = {  # that the bar or a line shows
 }
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, as `find_start` found it."""
+
+    cfg: Config
+    folder: Path  # of the run
+    stored: Stored | None = None  # the checkpoint that the run resumes from
+    in_place: bool = False  # the run resumes in its own folder, with its metrics and its W&B run
+    notes: list[str] = field(default_factory=list)  # what to tell the user
+
+    @property
+    def step(self) -> int:
+        return self.stored.step if self.stored else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has all its steps and results."""
+        results = ["summary.json"] + ["sample.txt"] * (self.cfg.sample.tokens > 0)
+        return self.in_place and self.step >= self.cfg.train.steps and all((self.folder / name).is_file() for name in results)
+
+
 @dataclass
 class Run:
     """One run. `open_run` makes and closes it. All ranks have it, and the first one alone writes and shows."""
@@ -44,13 +63,11 @@ class Run:
     origin: Start  # its config, and the checkpoint that it resumes from, if any
     folder: Path
     device: torch.device
-    wandb_id: str  # stays the same when the run resumes in its folder
     group: str | None  # a sweep's folder name
     leads: bool = True  # whether this is the first rank
     tracker: Tracker | None = None
     step: int = 0  # of the last line of metrics
-    _bar: Any = None
-    _shown: dict[str, float] = field(default_factory=dict)
+    _shown_at: float = -math.inf
 
     @property
     def cfg(self) -> Config:
@@ -69,42 +86,28 @@ class Run:
         """
         if not self.leads:
             return
+        if agent_job() and self.group:
+            raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
         if self.origin.in_place:
             self._rewind()
             self._keep_environment()
-        logging, reasons = settle(self.cfg.logging)
+        logging, reasons = with_defaults(self.cfg.logging)
         self.cfg.logging = replace(logging, wandb=self.cfg.logging.wandb)  # a resumed run chooses its mode again
         self._keep("config.yaml", configs.to_yaml(self.cfg))  # train.precision=auto has become a dtype
         self._keep("tokenizer.json", tokenizer.to_json())
-        agent = agent_job()
-        if agent and self.group:
-            raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
-        group, name = agent or (self.group, self.folder.name)
-        self.tracker = Tracker(
-            logging,
-            self.folder,
-            group=logging.group or group,
-            name=logging.name or (f"{group}/{name}" if group else name),
-            tags=list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
-            config=configs.to_dict(self.cfg) | sizes | {"facts": facts},
-            run_id=self.wandb_id,
-            resumed=self.origin.in_place,
-        )
+        run_id, group = self._identity()
+        name = logging.name or (f"{group}/{self.folder.name}" if group else self.folder.name)
+        tags = list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value]))
+        told = configs.to_dict(self.cfg) | sizes | {"facts": facts}
+        named: dict[str, Any] = {"group": logging.group or group, "name": name, "tags": tags, "config": told}
+        self.tracker = Tracker(logging, self.folder, **named, run_id=run_id, resumed=self.origin.in_place)
         reasons += [self.tracker.note] if self.tracker.note else []
         facts = facts | {"W&B": described(self.tracker.mode, reasons), "run folder": relative(self.folder)}
         width = max(map(len, facts))
         show("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()) + "\n")
 
-    def progress(self, steps: range) -> Iterator[int]:
-        """The steps, with a progress bar on a terminal. Elsewhere `log` prints some lines."""
-        hidden = not (self.leads and sys.stderr.isatty())
-        with tqdm(total=steps.stop, initial=steps.start, unit="step", dynamic_ncols=True, disable=hidden) as self._bar:
-            for step in steps:
-                yield step
-                self._bar.update()
-
     def log(self, step: int, values: dict[str, float | None]) -> None:
-        """Writes a line of metrics.jsonl, sends it to W&B, and shows the figures.
+        """Writes a line of metrics.jsonl, sends it to W&B, and shows now and then what it says.
 
         Values that are None, NaN or infinite are left out: a gradient scaler lets gradients overflow now and then.
         """
@@ -127,14 +130,8 @@ class Run:
                 storage.sync(path)
 
     def say(self, text: str) -> None:
-        """Prints a line; an empty one not at all."""
-        if text and self.leads:
+        if self.leads:
             show(text)
-
-    def stop(self, step: int, interrupt: Interrupt) -> NoReturn:
-        """Ends a run that a signal stopped after `step`; its checkpoint is on the disk. Raises Stopped."""
-        self.say(f"stopped after step {step}; to go on: {storage.resume_command(self.folder)}")
-        raise Stopped(interrupt.exit_code)
 
     def finish(self, results: dict[str, Any]) -> None:
         """Writes the results: loss.png, then summary.json and W&B's summary. `keep_sample` comes after it.
@@ -154,10 +151,10 @@ class Run:
 
     def draw(self) -> None:
         """Draws loss.png from metrics.jsonl and sends it to W&B. An error in it ends no run: it is only printed."""
-        cfg, metrics, picture = self.cfg, self.folder / "metrics.jsonl", self.folder / "loss.png"
+        cfg, picture = self.cfg, self.folder / "loss.png"
         title = f"{cfg.data.name}, {cfg.model.size}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
         try:
-            if self.tracker and metrics.is_file() and loss_curve(metrics, picture, title):
+            if self.tracker and loss_curve(storage.read_metrics(self.folder), picture, title):
                 self.tracker.log_image("loss", picture, self.step)
         except Exception as error:
             self.say(f"no plot: {type(error).__name__}: {error}")
@@ -171,7 +168,7 @@ class Run:
             finally:
                 self.tracker.finish(exit_code)
         elif self.leads and not self.origin.in_place:
-            for name in ("config.yaml", "environment.json", "run.json", ".lock", "tokenizer.json"):
+            for name in ("config.yaml", "environment.json", ".lock", "tokenizer.json"):
                 (self.folder / name).unlink(missing_ok=True)
             with suppress(OSError):
                 self.folder.rmdir()
@@ -185,15 +182,22 @@ class Run:
         suffix = f"_from_{self.origin.step:08d}" if self.origin.in_place and self.origin.step else ""
         self._keep(f"environment{suffix}.json", json.dumps(environment(self.device), indent=2) + "\n")
 
+    def _identity(self) -> tuple[str, str | None]:
+        """The run's W&B id and group. run.json keeps them, so that a resumed run has the same."""
+        path = self.folder / "run.json"
+        if not path.is_file():
+            self._keep("run.json", json.dumps({"wandb_id": secrets.token_hex(4), "group": self.group}) + "\n")
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return kept["wandb_id"], kept["group"]
+
     def _rewind(self) -> None:
         """Takes the folder back to its checkpoint: deletes later lines of metrics, and results."""
-        step, metrics, stored = self.origin.step, self.folder / "metrics.jsonl", self.origin.stored
+        step, stored = self.origin.step, self.origin.stored
         storage.set_aside(self.folder, after=step)
-        if metrics.is_file():
-            owed = step if stored and stored.state["owes_validation"] else None  # this step is evaluated again
-            lines = [line for line in read_metrics(metrics) if line["step"] <= step]
-            kept = [json.dumps(line) + "\n" for line in lines if not (line["step"] == owed and "val/loss" in line)]
-            self._keep("metrics.jsonl", "".join(kept))
+        owed = step if stored and stored.state["owes_validation"] else None  # this step is evaluated again
+        lines = [line for line in storage.read_metrics(self.folder) if line["step"] <= step]
+        kept = [json.dumps(line) + "\n" for line in lines if not (line["step"] == owed and "val/loss" in line)]
+        self._keep("metrics.jsonl", "".join(kept))
         for name in ("summary.json", "sample.txt"):
             (self.folder / name).unlink(missing_ok=True)
         for link in ("last", "best"):  # of an older version: they would stay where they point to now
@@ -201,18 +205,16 @@ class Run:
                 (self.folder / link).unlink()
 
     def _show(self, step: int, known: dict[str, float]) -> None:
-        self._shown |= known
         total = self.cfg.train.steps
-        apart = self.cfg.logging.every * max(1, total // (CONSOLE_LINES * self.cfg.logging.every))  # steps between lines
-        figures = ", ".join(text.format(self._shown[name]) for name, text in FIGURES.items() if name in self._shown)
         if "val/loss" in known:
             loss, bits = known["val/loss"], known["val/bits_per_byte"]
             show(f"step {step}/{total}  validation loss {loss:.4f}  {bits:.4f} bits per byte")
-        elif self._bar is None or self._bar.disable:
-            if step % apart == 0 or step == total:
-                show(f"step {step}/{total}  {figures}")
-        else:
-            self._bar.set_postfix_str(figures)
+        elif step == total or monotonic() - self._shown_at >= SHOWN_EVERY_S:
+            self._shown_at = monotonic()
+            show(
+                f"step {step}/{total}  "
+                + ", ".join(text.format(known[name]) for name, text in FIGURES.items() if name in known)
+            )
 
 
 @contextmanager
@@ -226,19 +228,17 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
         group: a sweep's name, shared by its runs.
 
     Raises:
-        ConfigError: the folder can't be written, or another process trains there, or did after `origin` was read.
+        ConfigError: the folder can't be written, or another process trains there.
     """
     with ExitStack() as held:
 
-        def take() -> tuple[Path, tuple[str, str | None]]:
-            folder = origin.folder if origin.in_place else claim(origin.folder, exact=origin.cfg.resume == "auto")
+        def take() -> Path:
+            folder = origin.folder if origin.in_place else claim(origin.folder)
             held.enter_context(locked(folder))
-            if origin.in_place and tuple(storage.checkpoints(folder)) != origin.checkpoints:
-                raise ConfigError(f"{relative(folder)}: another process has just trained there. Give the command again.")
-            return folder, identity(folder, group)
+            return folder
 
-        folder, wandb = world.on_first(take)
-        run = Run(origin, folder, device, *wandb, leads=world.leads)
+        folder = world.on_first(take)
+        run = Run(origin, folder, device, group, leads=world.leads)
         if not origin.in_place:
             run._keep_environment()
             run._keep("config.yaml", configs.to_yaml(run.cfg))
@@ -249,6 +249,8 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
         try:
             yield run
         except SystemExit as end:
+            if isinstance(end, Stopped) and (kept := storage.checkpoints(folder)):
+                run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
             run.close(end.code if isinstance(end.code, int) else 1)
             raise
         except BaseException as error:

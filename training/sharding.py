@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from model import GPT
 from model.loss import TWO_PASSES
-from training.precision import Precision
+from training.step import MixedPrecision
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 GROUP_BYTES = 32 * 2**20
 
 
-def shard(model: GPT, precision: Precision, ranks: int, *, compiled: bool) -> None:
+def shard(model: GPT, precision: MixedPrecision, ranks: int, *, compiled: bool) -> None:
     """Shards `model` over all ranks, in place, on their devices, before its optimizer is made. All ranks call it together.
 
     A sharded model runs under `precision.autocast()` only.

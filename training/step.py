@@ -1,28 +1,58 @@
-"""What a training step uses: random seeds, copies to the device, compilation."""
+"""What a training step uses: the dtype of its matrix products, random seeds, copies to the device."""
 
 import hashlib
+import os
 import struct
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-from configs.schema import CUDA_GRAPHS, TrainConfig
-from model import GPT
-from model.loss import TWO_PASSES
+from configs.machine import Machine
+from configs.schema import CUDA_GRAPHS, Precision, TrainConfig
 
 
-def makes_cuda_graphs(train: TrainConfig) -> bool:
-    return train.compile and train.compile_mode in CUDA_GRAPHS
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Parameters and optimizer state are always fp32; matrix products run in `dtype`, whose name is `str` of this."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, wanted: Precision, machine: Machine) -> "MixedPrecision":
+        """What `wanted` means on this machine. auto: bf16 on a GPU that has it, else fp32."""
+        if wanted is Precision.auto:
+            wanted = Precision.bf16 if machine.device == "cuda" and machine.bf16 else Precision.fp32
+        dtype = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16, Precision.fp32: torch.float32}[wanted]
+        return cls(torch.device(machine.device), dtype)
+
+    def __str__(self) -> str:
+        return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
+
+    def autocast(self) -> AbstractContextManager:
+        if self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Scales fp16 losses so that gradients do not underflow. For other dtypes it is disabled and changes nothing."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
 
 
-def allocate_gradients(model: nn.Module) -> None:
-    """Zeros where there is no gradient, for backward to add to. A CUDA graph returns each gradient in memory of its own, and
-    the next micro-batch overwrites what is still there."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+def set_deterministic(wanted: bool) -> None:
+    """If `wanted`, the same command on the same machine gives the same bits from here on.
+
+    Our kernels, and PyTorch's on the CPU, do so without it. On a GPU the setting is for cuBLAS, for sums that scatter, and for
+    the backward pass of attention, whose blocks are summed in the order in which they finish. An operator that has no
+    deterministic version raises. It holds on one GPU only: NCCL, which sums over several, promises no order.
+    """
+    if wanted:  # cuBLAS reads it when it is first used; PyTorch refuses values that are not deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    torch.backends.cudnn.deterministic = wanted
 
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int, rank: int, sites: int, device: torch.device) -> torch.Tensor:
@@ -47,13 +77,18 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int, rank: int, sites: i
     return torch.from_numpy(words[1:].copy())
 
 
-def compile_model(model: GPT, train: TrainConfig) -> Callable[..., torch.Tensor]:
-    """The whole model through torch.compile, in one graph, in the mode train.compile_mode."""
-    from torch._inductor import list_mode_options  # takes seconds to import, so only a run that compiles does it
-
-    return torch.compile(model, fullgraph=True, options={**list_mode_options(train.compile_mode), **TWO_PASSES})
-
-
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device. For CUDA it goes through pinned memory, so that the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def makes_cuda_graphs(train: TrainConfig) -> bool:
+    return train.compile and train.compile_mode in CUDA_GRAPHS
+
+
+def allocate_gradients(model: nn.Module) -> None:
+    """Zeros where there is no gradient, for backward to add to. A CUDA graph returns each gradient in memory of its own, and
+    the next micro-batch overwrites what is still there."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

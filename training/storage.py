@@ -9,13 +9,13 @@ goes on from its newest checkpoint whose files have their sums. SHA256SUMS has t
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -28,6 +28,36 @@ FOLDER = "checkpoints"
 
 class StorageError(RuntimeError):
     """A file of a run can't be written, for example on a full disk. The message says where and why."""
+
+
+@contextmanager
+def as_storage_errors(path: Path, advice: str = "Make room or choose another folder.") -> Iterator[None]:
+    """Turns an OSError of the block, which writes to `path`, into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{relative(path)} can't be written: {error.strerror or error}. {advice}") from error
+
+
+def advice(run: Path) -> str:
+    """What to do when the run can't write any more."""
+    if checkpoints(run):
+        return f"Earlier checkpoints are whole. Make room, then go on: {resume_command(run)}"
+    return "There is no checkpoint yet: make room, or choose another place with folder=PATH, and give the command again."
+
+
+def resume_command(run: Path) -> str:
+    """The command that resumes a run."""
+    return f"python train.py {as_typed('resume', relative(run))}"
+
+
+def relative(path: Path) -> str:
+    """The path, relative to the current folder if it is inside it."""
+    short = os.path.relpath(path)
+    return str(path) if short.startswith("..") else short
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------------------
 
 
 def commit(run: Path, step: int, parts: Mapping[str, Callable[[], bytes]]) -> Path:
@@ -71,11 +101,6 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def run_of(path: Path) -> Path:
-    """The run's folder where `path` is its checkpoints/; else `path`."""
-    return path.parent if path.name == FOLDER and checkpoints(path.parent) else path
-
-
 def newest(run: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and a line about each damaged one that is newer."""
     problems: list[str] = []
@@ -112,17 +137,15 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+# ---- files -------------------------------------------------------------------------------------------------------------------
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replaces a small file in one step."""
-    replace(path, text.encode())
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Replaces a file in one step."""
     temporary = path.with_name(f".{path.name}.tmp")
     with as_storage_errors(path):
         try:
-            _write(temporary, content)
+            _write(temporary, text.encode())
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)  # there if it failed
@@ -145,41 +168,25 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def as_storage_errors(path: Path, advice: str = "Make room or choose another folder.") -> Iterator[None]:
-    """Turns an OSError of the block, which writes to `path`, into a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{relative(path)} can't be written: {error.strerror or error}. {advice}") from error
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl: `step`, and figures by name. Lines that a crash has damaged are left out."""
+    lines, path = [], run / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and "step" in record:
+                lines.append(record)
+    return lines
 
 
-def advice(run: Path) -> str:
-    """What to do when the run can't write any more."""
-    if checkpoints(run):
-        return f"Earlier checkpoints are whole. Make room, then go on: {resume_command(run)}"
-    return "There is no checkpoint yet: make room, or choose another place with folder=PATH, and give the command again."
+# ---- folders -----------------------------------------------------------------------------------------------------------------
 
 
-def resume_command(run: Path) -> str:
-    """The command that resumes a run."""
-    return f"python train.py {as_typed('resume', relative(run))}"
-
-
-def relative(path: Path) -> str:
-    """The path, relative to the current folder if it is inside it."""
-    short = os.path.relpath(path)
-    return str(path) if short.startswith("..") else short
-
-
-def claim(folder: Path, exact: bool = False) -> Path:
+def claim(folder: Path) -> Path:
     """Makes a folder for one run. A number is appended to its name if another run has it.
 
-    Args:
-        exact: refuse a folder that another run has.
-
     Raises:
-        ConfigError: the folder can't be made or written, or another run has it.
+        ConfigError: the folder can't be made or written, or would have other files than those of a run.
     """
     own = (Path.cwd(), machine.expanded("~"))
     if any(place.is_relative_to(folder.resolve()) for place in own) or any(folder.glob("*/config.yaml")):
@@ -194,12 +201,8 @@ def claim(folder: Path, exact: bool = False) -> Path:
                 with suppress(FileExistsError):  # mode x: one process alone makes the file
                     (candidate / "config.yaml").open("x").close()
                     return candidate
-            if exact:
-                raise ConfigError(f"{relative(folder)}: another run has just started there. Choose another folder.")
     except OSError as error:
-        raise ConfigError(
-            f"{relative(folder)}: a run can't be kept there: {error.strerror}. Choose another folder with folder=PATH."
-        ) from error
+        raise ConfigError(f"{relative(folder)}: {error.strerror}. Choose another folder with folder=PATH.") from error
     raise AssertionError("the numbers have no end")
 
 
@@ -224,12 +227,3 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def identity(folder: Path, group: str | None) -> tuple[str, str | None]:
-    """The run's W&B id and group. run.json keeps them, so that a resumed run has the same."""
-    path = folder / "run.json"
-    if not path.is_file():
-        replace_text(path, json.dumps({"wandb_id": secrets.token_hex(4), "group": group}) + "\n")
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    return kept["wandb_id"], kept["group"]

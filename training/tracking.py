@@ -2,7 +2,6 @@
 
 import contextlib
 import logging as python_logging
-import netrc
 import os
 import secrets
 import sys
@@ -10,24 +9,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import wandb
-import yaml
+from requests.utils import get_netrc_auth
 from wandb.sdk import wandb_setup
 
 from configs import ConfigError
 from configs.schema import LoggingConfig, WandbMode
-from training.console import show
+from training.interrupt import show
 
 START_TIMEOUT_S = 30.0  # for W&B's servers to answer, unless WANDB_INIT_TIMEOUT is set; training does not wait longer
 
 # Keys of LoggingConfig that may be null, by their names in W&B's settings, where W&B's variables then decide.
 KEYS = {"mode": "wandb", "project": "project", "entity": "entity", "run_group": "group", "run_name": "name", "run_tags": "tags"}
-OLD_MODES = {"run": "online", "dryrun": "offline"}
 
 
-def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
+def with_defaults(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
     """Fills keys that are null from W&B's environment variables or with defaults. Uses no network.
 
     Returns:
@@ -46,21 +43,19 @@ def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
         for name, key in KEYS.items():
             if (value := getattr(logging, key)) is not None:
                 setattr(theirs, name, value)
-        mode = WandbMode(OLD_MODES.get(theirs.mode, theirs.mode))
+        mode = WandbMode(theirs.mode)
     except (ValueError, wandb.errors.UsageError) as error:
-        why = str(error)
-        if hasattr(error, "errors"):  # of pydantic, whose own text shows the value, which may be a password
-            (first, *_) = error.errors()
-            name = str(first["loc"][0])
-            why = f"{name} (logging.{KEYS[name]})" if name in KEYS else name
-            why += f": {first['msg']}"
+        # pydantic's own text shows the value too, which may be a password
+        why = "{loc[0]}: {msg}".format(**error.errors()[0]) if hasattr(error, "errors") else error
         raise ConfigError(f"W&B refuses a key of logging, or a variable WANDB_…: {why}.") from None
-    tags, facts = list(theirs.run_tags or ()), [f"project {theirs.project}"]
-    if mode is WandbMode.online and not _has_key(theirs):
+    facts = [f"project {theirs.project}"]
+    found = theirs.api_key or theirs.identity_token_file or wandb_setup.singleton().settings.api_key
+    hosts = [theirs.base_url] if "WANDB_BASE_URL" in os.environ else [theirs.base_url, "https://api.wandb.ai"]  # its old name
+    if mode is WandbMode.online and not (found or any(map(get_netrc_auth, hosts))):
         mode = WandbMode(logging.without_key)
         facts.append("no API key found; `wandb login` stores one")
-    names = {"project": theirs.project, "entity": theirs.entity, "group": theirs.run_group, "name": theirs.run_name}
-    return replace(logging, wandb=mode, tags=tags, **names), facts
+    filled = {key: getattr(theirs, name) for name, key in KEYS.items()}
+    return replace(logging, **filled | {"wandb": mode, "tags": list(theirs.run_tags or ())}), facts
 
 
 def described(mode: WandbMode, facts: list[str]) -> str:
@@ -68,28 +63,9 @@ def described(mode: WandbMode, facts: list[str]) -> str:
     return f"{mode} ({'; '.join(facts)})" if facts else mode.value
 
 
-def _has_key(theirs: Any) -> bool:
-    """Whether W&B would find credentials: in the environment, in its settings, or in netrc."""
-    if theirs.api_key or theirs.identity_token_file or wandb_setup.singleton().settings.api_key:
-        return True
-    hosts = [urlsplit(theirs.base_url).netloc]
-    if "WANDB_BASE_URL" not in os.environ:
-        hosts.append("api.wandb.ai")  # as `wandb login` has long called it
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        stored = netrc.netrc(os.environ.get("NETRC"))
-        return any(stored.authenticators(host) for host in hosts)
-    return False
-
-
-def agent_job() -> tuple[str, str] | None:
-    """The group and name of a run that a `wandb agent` started: the sweep, and the run's values in it. None: no agent did."""
-    sweep, parameters = (os.environ.get(name) for name in ("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"))
-    if not sweep:
-        return None
-    stored = yaml.safe_load(Path(parameters).read_text(encoding="utf-8")) if parameters else {}
-    # {"wandb_version": 1, "norm.impl": {"value": "fused"}, ...}
-    swept = [f"{key!s}-{entry['value']}" for key, entry in stored.items() if isinstance(entry, dict)]
-    return f"sweep_{sweep}", "_".join(swept) or os.environ.get("WANDB_RUN_ID", "run")
+def agent_job() -> bool:
+    """Whether a `wandb agent` started this process, as one run of its sweep."""
+    return "WANDB_SWEEP_ID" in os.environ
 
 
 class Tracker:
@@ -109,7 +85,7 @@ class Tracker:
     ) -> None:
         """
         Args:
-            logging: from `settle`.
+            logging: from `with_defaults`.
             folder: for W&B's files, if WANDB_DIR names no folder.
             run_id: W&B's id of the run; None: a new one.
             resumed: W&B has the run already. It ignores steps that it has, which are the same.
@@ -122,9 +98,8 @@ class Tracker:
         arguments |= {"resume": "allow", "allow_val_change": True} if resumed else {"resume": None}
         if "WANDB_DIR" not in os.environ:
             arguments["dir"] = str(folder)
-        if agent_job() is None:
-            # Each job has its own id: with WANDB_RUN_ID all jobs of a multirun would be one run to W&B. An agent has one job,
-            # and finds its run by the id and the project that it sets in the environment.
+        if not agent_job():  # whose run W&B finds by the id and the project in the environment
+            # with WANDB_RUN_ID all jobs of a multirun would be one run to W&B
             arguments |= {"id": run_id or secrets.token_hex(4), "project": logging.project, "entity": logging.entity}
         timeout: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": START_TIMEOUT_S}
         arguments["settings"] = wandb.Settings(silent=True, console="off", **timeout)

@@ -10,7 +10,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 import train
 from configs import Config, ConfigError
@@ -70,19 +69,19 @@ def stop_with(number, step, overrides, folder):
     return stop.value.code
 
 
-def train_and_kill(overrides: list[str], folder: Path, how: Callable[[], object] | None = None, plot: bool = False) -> bool:
+def train_and_kill(overrides: list[str], folder: Path, how: Callable[[], object] | None = None) -> bool:
     """Trains, and returns whether it was killed, for which `how` has prepared its process; False: it came to its end before."""
-    process = processes.Process(target=_train, args=(composed(overrides), overrides, folder, how, plot), daemon=True)
+    process = processes.Process(target=_train, args=(composed(overrides), overrides, folder, how), daemon=True)
     process.start()
     process.join(300)
     assert process.exitcode in (0, -signal.SIGKILL), f"the run ended with {process.exitcode}"
     return process.exitcode == -signal.SIGKILL
 
 
-def _train(cfg: Config, overrides: list[str], folder: Path, how: Callable[[], object] | None, plot: bool) -> None:
+def _train(cfg: Config, overrides: list[str], folder: Path, how: Callable[[], object] | None) -> None:
     if how is not None:
         how()
-    train_here(overrides, folder, plot, cfg=cfg)
+    train_here(overrides, folder, cfg=cfg)
 
 
 def after(seconds: float) -> None:
@@ -95,11 +94,6 @@ def after(seconds: float) -> None:
         return first_step(*args)
 
     train.training_step = starts_the_clock
-
-
-def drawing() -> None:
-    """Kills the run where the first byte of its picture is about to be written."""
-    Image.SAVE["PNG"] = lambda *_: _kill()
 
 
 def _kill() -> None:

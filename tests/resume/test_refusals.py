@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import configs
 import train
@@ -13,8 +12,7 @@ from configs.schema import Precision
 from tests.resume.stops import AUTO, in_step, refused, train_until
 from tests.runs import composed, corpus, newest, read_json, train_here
 from training import checkpoint, storage
-from training.resume import settle
-from training.run import open_run
+from training.command import find_start
 
 
 @pytest.fixture
@@ -22,10 +20,15 @@ def command(tiny):
     return [*tiny, *AUTO]
 
 
+@pytest.fixture(scope="module")
+def died(tiny, tmp_path_factory):
+    return train_until(14, [*tiny, *AUTO], tmp_path_factory.mktemp("died") / "run")
+
+
 @pytest.fixture
-def folder(command, tmp_path):
+def folder(died, tmp_path):
     """Of a run that died in step 14; its checkpoints are of steps 6, 10 and 12. The same command resumes it."""
-    return train_until(14, command, tmp_path / "run")
+    return Path(shutil.copytree(died, tmp_path / "run"))
 
 
 def test_a_checkpoint_of_another_model_or_of_as_many_steps_is_refused_with_the_difference(folder, command):
@@ -47,32 +50,29 @@ def test_a_change_that_is_accepted_takes_effect_also_in_the_optimizer(folder, co
     assert all((group["betas"], group["eps"]) == ((0.7, 0.8), 1e-5) for group in groups)
 
 
-def test_documents_that_changed_under_the_same_name_are_refused_and_the_words_of_the_refusal_help(tmp_path):
-    overrides = [*corpus(tmp_path), *AUTO]
-    folder = train_until(8, overrides, tmp_path / "run")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    text = "the king and the queen of night are come to see what morning brings us\n" * 300
-    (tmp_path / "text.txt").write_text(text)
-    refused(overrides, folder, "data: the files")
-    (tmp_path / "text.txt").write_text(text.replace("queen", "queeN"))  # and so another tokenizer
-    accepted = [f"resume={folder}", "resume_with_changes=true", "train.steps=12"]
-    said = refused(accepted, tmp_path / "more", "another tokenizer")
-    accepted += [word for word in said.split() if word.startswith("tokenizer.") and "=" in word]
-    (tmp_path / "text.txt").write_text(text)
-    summary, after = train_here(accepted, tmp_path / "more")
-    assert summary.folder == tmp_path / "more" and after[0]["step"] > 6, "a changed run has a folder of its own"
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_a_run_goes_on_wherever_its_text_lies_and_by_whatever_keys_it_is_named(tmp_path):
+def test_text_that_changed_is_refused_and_the_words_of_the_refusal_help_but_it_may_lie_elsewhere(tmp_path):
     (tmp_path / "before").mkdir()
-    folder = train_until(8, [*corpus(tmp_path / "before"), *AUTO], tmp_path / "run")
+    overrides = [*corpus(tmp_path / "before"), *AUTO]
+    folder = train_until(8, overrides, tmp_path / "run")
     (tmp_path / "before").rename(tmp_path / "after")
     keys = [f"data.files=[{tmp_path}/after/*.txt]", f"data.cache_dir={tmp_path}/new_cache", "data.name=another"]
     stored = read_json(newest(folder) / "state.json")["config"]
-    start = settle(configs.from_dict(stored, [*keys, f"resume={folder}"]), folder, keys, chosen=False)
+    start = find_start(configs.from_dict(stored, [*keys, f"resume={folder}"]), folder, keys, chosen=False)
     assert start.in_place and start.folder == folder
     refused([f"resume={folder}"], folder, "matches no file")
+
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    text = "the king and the queen of night are come to see what morning brings us\n" * 300
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "text.txt").write_text(text.replace("queen", "queeN"))  # and so another tokenizer
+    refused(overrides, folder, "data: the files")
+    accepted = [f"resume={folder}", "resume_with_changes=true", "train.steps=12"]
+    said = refused(accepted, tmp_path / "more", "another tokenizer")
+    accepted += [word for word in said.split() if word.startswith("tokenizer.") and "=" in word]
+    (tmp_path / "before" / "text.txt").write_text(text)
+    summary, after = train_here(accepted, tmp_path / "more")
+    assert summary.folder == tmp_path / "more" and after[0]["step"] > 6, "a changed run has a folder of its own"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,22 @@ def test_a_run_goes_on_wherever_its_text_lies_and_by_whatever_keys_it_is_named(t
 )
 def test_what_can_not_be_resumed_is_named(tiny, tmp_path, resume, message):
     with pytest.raises(ConfigError, match=rf"^resume={resume}(.|\n)*{message}"):
-        settle(composed([*tiny, f"resume={resume}"]), tmp_path / "2026-01-01_new", [], chosen=False)
+        find_start(composed([*tiny, f"resume={resume}"]), tmp_path / "2026-01-01_new", [], chosen=False)
 
 
-def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
+def test_a_finished_run_has_nothing_to_resume_and_without_its_checkpoints_is_not_written_over(tiny, tmp_path):
     done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
     said = refused([f"resume={done.folder}"], tmp_path / "run", r"is at step 5: raise train\.steps=5")
     [command] = (line.partition("python train.py ")[2].split() for line in said.splitlines() if "train.py" in line)
     _, metrics = train_here([*command, "sample.tokens=0"], tmp_path / "more")  # it does what it says
     assert metrics[-1]["step"] == 10
+    shutil.rmtree(done.folder / "checkpoints")
+    refused([*tiny, "resume=auto", "train.steps=5"], done.folder, "a finished run whose checkpoints are gone")
 
 
 def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
     loaded = []
-    monkeypatch.setattr(train.pretrained, "load", lambda model, source, tokenizer: loaded.append(source))
+    monkeypatch.setattr(train.export, "load", lambda model, source, tokenizer: loaded.append(source))
     overrides = [*tiny, *AUTO, "init_from=owner/name"]
     folder = train_until(8, overrides, tmp_path / "run")
     train_here(overrides, folder)
@@ -102,60 +104,36 @@ def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, mo
     refused(overrides, folder, r"^init_from=runs/other: a run that goes on has its weights already")
 
 
-def test_a_folder_that_another_process_trains_in_or_has_since_it_was_looked_at_is_refused(folder, command):
-    looked = settle(composed(command), folder, [], chosen=True)
+def test_a_folder_that_another_process_trains_in_is_refused(folder, command):
     with in_step(20, lambda _: refused(command, folder, "another process is training there")):
         train_here(command, folder)
-    with pytest.raises(ConfigError, match="another process has just trained there"), open_run(looked, torch.device("cpu")):
-        pass
 
 
-def test_auto_goes_on_in_the_precision_that_the_run_began_with(tiny, tmp_path):
+def test_a_resumed_run_keeps_its_precision_on_another_device(tiny, tmp_path):
     folder = train_until(8, [*tiny, *AUTO, "train.precision=bf16"], tmp_path / "run")
     cfg = composed([*tiny, *AUTO])
     assert cfg.train.precision is Precision.auto  # which would be fp32 on this CPU
-    assert settle(cfg, folder, [], chosen=True).cfg.train.precision is Precision.bf16
-    cfg.resume = str(folder)
-    found = settle(cfg, folder.with_name("new"), ["train.precision=auto"], chosen=False)
-    assert found.cfg.train.precision is Precision.bf16 and found.in_place
-    cfg.resume, cfg.train.precision = "auto", Precision.fp32
+    assert find_start(cfg, folder, [], chosen=True).cfg.train.precision is Precision.bf16
+    cfg.train.precision = Precision.fp32
     with pytest.raises(ConfigError, match=r"train.precision=fp32: the checkpoint was made with train.precision=bf16"):
-        settle(cfg, folder, [], chosen=True)
-
-
-def damage(path):
-    path.write_bytes(path.read_bytes()[:-1] + b"?")  # every kind of it: training/test_storage.py
+        find_start(cfg, folder, [], chosen=True)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(folder, command, capsys):
-    metrics = (folder / "metrics.jsonl").read_bytes()
-    shutil.copytree(folder, folder.with_name("damaged"))
+    def damage(path):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")  # every kind of it: training/test_storage.py
+
+    damaged = Path(shutil.copytree(folder, folder.with_name("damaged")))
     damage(newest(folder) / "state.json")
     _, lines = train_here(command, folder)
     said = capsys.readouterr().out
     assert "step_00000012/state.json: it is not as it was written; the one before it is used" in said
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 31))
-    folder = folder.with_name("damaged")
-    for saved in storage.checkpoints(folder):
+    assert (folder / "checkpoints" / "damaged_step_00000012").is_dir()
+    for saved in storage.checkpoints(damaged):
         damage(saved / "model.safetensors")
-    for choice in ("auto", folder):
-        refused([*command, f"resume={choice}"], folder, r"step_00000010/model\.safetensors(.|\n)*No checkpoint in .* is whole")
-    assert (folder / "metrics.jsonl").read_bytes() == metrics
-
-
-def test_a_finished_run_without_checkpoints_is_not_written_over(tiny, tmp_path):
-    done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
-    shutil.rmtree(done.folder / "checkpoints")
-    refused([*tiny, *AUTO, "train.steps=5"], done.folder, "a finished run whose checkpoints are gone")
-
-
-def test_a_run_of_a_version_with_links_goes_on_and_has_none_that_are_out_of_date(folder, command):
-    newer = newest(folder)
-    (folder / "last").symlink_to(newer)
-    shutil.copytree(newer, folder / "best")  # as in a run that was copied with its links followed
-    train_here(command, folder)
-    assert not (folder / "last").is_symlink() and checkpoint.read(folder / "last").step == 30
-    assert checkpoint.read(folder / "best").step != 12
+    for choice in ("auto", damaged):
+        refused([*command, f"resume={choice}"], damaged, r"step_00000010/model\.safetensors(.|\n)*No checkpoint in .* is whole")
 
 
 def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(folder, command, tiny, tmp_path, capsys):
@@ -168,16 +146,10 @@ def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(fold
     assert metrics[0]["step"] == 13
 
 
-def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_passed_over(folder, command, monkeypatch):
-    original = Path.open
-
-    def denied(path, mode="r", *rest, **options):
-        if path.name == "model.safetensors" and mode == "rb":
-            raise PermissionError(13, "Permission denied", str(path))
-        return original(path, mode, *rest, **options)
-
-    monkeypatch.setattr(Path, "open", denied)
-    refused(command, folder, "Permission denied")
+def test_a_run_of_a_version_with_links_goes_on_and_has_none_that_are_out_of_date(folder, command):
+    (folder / "last").symlink_to(newest(folder))
+    train_here(command, folder)
+    assert not (folder / "last").is_symlink() and checkpoint.read(folder / "last").step == 30
 
 
 def test_a_checkpoint_of_another_format_is_named(tiny, tmp_path, monkeypatch):

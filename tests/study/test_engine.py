@@ -6,7 +6,7 @@ import torch
 from configs.schema import OptimKind
 from study.arms import study_of
 from tests.runs import composed, losses, train_here
-from training.precision import Precision
+from training.step import MixedPrecision
 
 
 @pytest.mark.parametrize("more", [[], ["model.dropout=0.1", "train.accumulation=2"], ["optim.kind=muon"]], ids=str)
@@ -25,7 +25,7 @@ def test_a_run_is_that_of_train_py(tiny, trained, tmp_path, more):
 def test_a_run_of_replays_is_that_of_the_same_steps_without_a_graph(tiny, trained, kind):
     cfg, found = composed([*tiny, "norm.kind=rmsnorm"]), []
     cfg.optim.kind = kind
-    engine = trained(cfg, 0, on=Precision(torch.device("cuda", 0), torch.bfloat16))
+    engine = trained(cfg, 0, on=MixedPrecision(torch.device("cuda", 0), torch.bfloat16))
     initial = [p.detach().clone() for p in engine.model.parameters()]
     for graph in (engine._graph, engine._graph, None):
         engine._graph = graph

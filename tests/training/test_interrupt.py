@@ -1,4 +1,4 @@
-"""Signals that come twice, and that reach the ranks at different moments."""
+"""Signals that come twice, that the parent ignores, and that reach the ranks at different moments."""
 
 import signal
 
@@ -18,14 +18,14 @@ class Asked(World):
         return number
 
 
+def ranks(torchrun):
+    return World(store=dist.HashStore() if torchrun else None)
+
+
 def test_a_signal_that_comes_while_the_ranks_agree_stops_none_of_them_until_they_agree_again():
     with Interrupt(Asked()) as interrupt:
         assert not interrupt.poll()[0], "the other ranks go on: to stop alone would leave them waiting"
         assert interrupt.poll()[0]
-
-
-def ranks(torchrun):
-    return World(store=dist.HashStore() if torchrun else None)
 
 
 @pytest.mark.parametrize("torchrun", [False, True])
@@ -50,10 +50,13 @@ def test_a_second_ctrl_c_ends_a_process_alone_at_once_which_the_first_one_says(t
     assert ("Ctrl-C again quits at once." in capsys.readouterr().err) != torchrun
 
 
-def test_handlers_are_those_of_before_where_no_signal_came():
+def test_handlers_are_those_of_before_where_no_signal_came_and_nohup_is_heeded():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     before = signal.getsignal(signal.SIGTERM)
-    with Interrupt():
+    with Interrupt() as interrupt:
         assert signal.getsignal(signal.SIGTERM) is not before
+        signal.raise_signal(signal.SIGHUP)
+        assert not interrupt.poll()[0]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -63,6 +66,6 @@ def test_several_ranks_stop_at_the_ends_of_what_one_process_breaks_off(inside):
     with Interrupt(ranks(torchrun=True)) as interrupt, pytest.raises(Stopped):
         if not inside:
             signal.raise_signal(signal.SIGTERM)
-        with interrupt.stopping_at_once("Stopping."):
+        with interrupt.stopping_at_once():
             assert inside
             signal.raise_signal(signal.SIGTERM)

@@ -46,16 +46,20 @@ def test_muon_makes_updates_orthogonal_in_blocks_and_leaves_the_rest_to_adamw(ti
         assert cosine > 0.9, name
 
 
+@pytest.mark.parametrize("how", ["loaded", "copied"])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_loaded_state_goes_on_with_the_same_bits(tiny, kind):
+def test_a_state_that_is_loaded_or_copied_goes_on_with_the_same_bits(tiny, kind, how):
     overrides = [*tiny, f"optim.kind={kind}"]
     _, whole, optimizer = model_and_optimizer(overrides)
     _, resumed, other = model_and_optimizer(overrides)
     for seed in (1, 2):
         with_gradients(whole, seed)
         optimizer.step()
-    resumed.load_state_dict(whole.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # a loaded state shares its tensors
+    if how == "copied":
+        resumed, other = copy.deepcopy((whole, optimizer))
+    else:
+        resumed.load_state_dict(whole.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # a loaded state shares its tensors
     for model, of in ((whole, optimizer), (resumed, other)):
         with_gradients(model, 3)
         of.step()

@@ -8,7 +8,7 @@ import torch
 
 from data import Split
 from tests.runs import precision
-from training.evaluation import evaluate
+from training.metrics import evaluate
 
 SPLIT = Split(np.arange(41, dtype=np.uint16), bytes=82, documents=1)  # ten windows of four
 

@@ -59,7 +59,7 @@ RECORDS = (
     ),
     Record(
         "gpt2_loss",
-        f"{GPT2} model.dropout=0.0,0.1 ablate.switch=loss ablate.eager=false ablate.cycles=8 "
+        f"{GPT2} model.dropout=0.0,0.1 ablate.switch=loss ablate.eager=false ablate.cycles=6 "
         "ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT",
         5,
     ),

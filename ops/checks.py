@@ -15,12 +15,9 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 
-_FUNCTIONS: dict[int, str] = {Norm.layernorm: "layer_norm_fn", Norm.rmsnorm: "rms_norm_fn"}
-
-
 def function_name(norm: int) -> str:
     """The public function of a norm, for messages."""
-    return _FUNCTIONS.get(norm, "norm_fn")
+    return "rms_norm_fn" if norm == Norm.rmsnorm else "layer_norm_fn" if norm == Norm.layernorm else "norm_fn"
 
 
 def as_norm(norm: Any, argument: str = "norm") -> Norm:

@@ -66,7 +66,8 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
 
 def _key(operands: tuple, request: tuple) -> tuple | None:
     """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
-    key: list[Any] = [request, *map(type, request)]  # 1.0 is equal to True, which the checks may accept
+    # A plain number is hashed faster than a Norm. Types, because 1.0 is equal to True, which the checks may accept.
+    key: list[Any] = [+request[0], +request[1], *request[2:], *map(type, request)]
     rows = None
     for field, t in enumerate(operands):
         if t is not None:

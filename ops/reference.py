@@ -26,8 +26,6 @@ class Norm(IntEnum):
     derf = 3
     none = 4
 
-    __hash__ = int.__hash__  # Enum's is Python code, for which each eager call would pay
-
     @property
     def centres(self) -> bool:
         """Whether it subtracts the mean of a row."""

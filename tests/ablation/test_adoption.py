@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ops
-from ablation.adopted_models import default_loss
+from ablation.adopted_models import default_loss, norms_of, reordered_copy
 from ablation.adoption import check_parity, measure
 from examples.nanogpt_block import GPT
 from ops import fuse_prenorm_block, replace_norms
@@ -113,6 +113,13 @@ def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_e
         check_parity(model := ByDtype(nn.LayerNorm(WIDTH)), replaced(model), X)
     with pytest.raises(ValueError, match=r"the gradients of model_a are \S+ away from those of its copy"):
         check_parity(model := Net(), replaced(model), X, loss=lambda y: (y.sin() if y.dtype is FP32 else y.square()).mean())
+
+
+def test_the_copy_whose_norms_sum_in_another_order_differs_by_rounding_alone():
+    model = Net(nn.RMSNorm)
+    found, expected = reordered_copy(model, norms_of(model))(X), model(X)
+    torch.testing.assert_close(found, expected)
+    assert not torch.equal(found, expected)
 
 
 def test_models_stay_as_they_were(model):

@@ -87,9 +87,11 @@ def test_tables_fit_a_terminal_and_have_arms_control_and_conclusion(tmp_path):
 
 def test_parity_is_drawn_as_dots_of_error_ratios_and_the_first_picture_has_the_speed_up_over_each_arm(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(plots, "finish", lambda figure, *_: figures.append(figure))
-    plots.parity([results.parity_of({}), dataclasses.replace(results.parity_of({}, holds=False), arm="compiled")], tmp_path, "")
+    monkeypatch.setattr("measure.plots.save_figure", lambda figure, _: figures.append(figure))
+    parities = [results.parity_of({}), dataclasses.replace(results.parity_of({}, holds=False), arm="compiled")]
+    plots.parity(parities, tmp_path, "card and versions")
     plots.lead([plots.bars_of(results.ablation([{}], ["eager"]).cells[0])], tmp_path, "")
+    assert "card and versions" in [text.get_text() for text in figures[0].texts]
     dots = [(float(line.get_xdata()[0]), line.get_color()) for line in figures[0].axes[0].lines]
     for ratio, arm in ((1.02 / 0.99, FUSED), (7.4 / 0.99, "compiled")):
         assert [x for x, colour in dots if colour == ARMS[arm]["color"]] == pytest.approx([ratio] * 5)

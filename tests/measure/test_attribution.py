@@ -23,6 +23,7 @@ from measure.attribution import (
     profile_step,
     shares,
 )
+from model.loss import cross_entropy
 from tests.runs import config, precision
 from train import training_step
 
@@ -74,6 +75,7 @@ def profiled(cfg: Config, dtype: torch.dtype) -> list[KernelTime]:
     step = partial(training_step, arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
     found = profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.state.model.modules()), "the marks are gone"
+    assert attribution.losses.cross_entropy is cross_entropy, "the mark of the loss too"
     return found
 
 

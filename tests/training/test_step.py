@@ -65,6 +65,16 @@ def test_the_step_uses_the_rate_of_the_schedule(tiny, batch):
     assert distance == pytest.approx(1e-3 / 3, rel=0.05), "Adam's first step is the rate; warm-up starts at a third of it"
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_gradients_are_there_before_the_first_backward_pass_where_cuda_graphs_would_overwrite_them(tiny, batch, mode):
+    cfg, model = gpt([*tiny, "train.accumulation=2"])
+    cfg.train.compile, cfg.train.compile_mode = True, mode
+    state, there = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=False), tokenizer=""), []
+    model.register_forward_pre_hook(lambda *_: there.append(model.embedding.weight.grad is not None))
+    training_step(model, state, batch, 0, cfg, MixedPrecision(torch.device("cpu"), torch.float32))
+    assert there == [mode == "reduce-overhead", True]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("impl", ["fused", "torch"])

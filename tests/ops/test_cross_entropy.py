@@ -199,6 +199,14 @@ def test_in_place_gradients_add_up_over_micro_batches_and_with_a_scaled_loss(dev
     close(leaf.grad, gradient, FP32)
 
 
+def test_an_in_place_gradient_of_more_rows_than_programs_is_scaled_once(device):
+    logits, targets = example(device, (70, 32), FP32)
+    leaf = logits.clone().requires_grad_()
+    (3 * cross_entropy_fn(leaf * 1, targets, reduction="sum", in_place=True)).backward()
+    _, gradient = exact(logits.requires_grad_(), targets, torch.full((), 3.0, device=device), "sum")
+    close(leaf.grad, gradient, FP32)
+
+
 # ---- the product and its loss ------------------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
         if state.owes_validation:  # a signal has cut short the evaluation of the step that the run resumes from
             validate(run, corpus.val, metrics, interrupt, world)
         steps = range(state.step, cfg.train.steps)
-        for step in profiled(run, steps) if cfg.profile else steps:
+        for step in run.progress(profiled(run, steps) if cfg.profile else steps):
             with clock.step():
                 loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision, world)
             state.step = done = step + 1
@@ -130,14 +130,12 @@ def training_step(
     cfg: Config,
     precision: MixedPrecision,
     world: World = ALONE,
-    mark: Callable[[str], None] = lambda part: None,
 ) -> tuple[Tensor, Tensor]:
     """Makes one update: the gradient of the mean loss over the batch of all ranks, summed over micro-batches, clipped, applied.
 
     Args:
         forward: the model, compiled or not. With several ranks: what `World.replicate` returns.
         batch: the rows of this rank.
-        mark: called with "forward", "backward" and "optimizer" where each of them ends, once for each micro-batch.
 
     Returns:
         The mean loss in nats per token, and the gradient norm before clipping. Both are the same on every rank and stay on the
@@ -154,11 +152,9 @@ def training_step(
         with nullcontext() if last else without_reduction(forward):
             with precision.autocast():
                 loss = forward(x, y, seeds=to_device(seeds, precision.device))
-            mark("forward")
             loss = loss / cfg.train.accumulation  # micro-batches are equal, so the mean of their means is the batch's
             state.scaler.scale(loss).backward()
         total += loss.detach()
-        mark("backward")
 
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(step, cfg.train.steps, cfg.optim)
@@ -168,7 +164,6 @@ def training_step(
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=not keeps_gradients)
-    mark("optimizer")
     return world.sum(total) / world.size, grad_norm
 
 

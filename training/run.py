@@ -3,7 +3,7 @@
 import json
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 import configs
 from configs import Config, ConfigError
@@ -128,6 +129,14 @@ class Run:
         if self.leads and path.is_file():
             with storage.as_storage_errors(path, storage.advice(self.folder)):
                 storage.sync(path)
+
+    def progress(self, steps: Iterable[int]) -> Iterator[int]:
+        """Yields the steps, and shows on a terminal how many are done. `log` prints lines above that bar."""
+        hidden = None if self.leads else True  # None: shown on a terminal only
+        done = self.origin.step
+        yield from tqdm(
+            steps, total=self.cfg.train.steps, initial=done, unit="step", dynamic_ncols=True, leave=False, disable=hidden
+        )
 
     def say(self, text: str) -> None:
         if self.leads:

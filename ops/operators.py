@@ -111,16 +111,25 @@ def decode(
     return lambda tensors: record._make(in_record((*tensors, None))), value(options)
 
 
-def record_operator(name: str, record: Any, options: Any, kernel: Callable, empty: Callable) -> Any:
+def record_operator(name: str, record: Any, options: Any, prepare: Callable, empty: Callable) -> Any:
     """An operator on the tensors of a record and the fields of its options; returns the tensors that were asked for.
 
-    kernel, empty: of record and options, with and without computing.
+    The first tensor that is there has rows as long as all others, and their device.
+
+    prepare: of options, length of a row, device and a record of dtypes: what computes, a function of the tensors that are there;
+    empty: of record and options, the outputs without data.
     """
-    decoded = lru_cache(maxsize=1024)(partial(decode, record, options))
+
+    @lru_cache(maxsize=1024)
+    def call(
+        ints: tuple, floats: tuple, width: int, device: torch.device, dtypes: tuple
+    ) -> Callable[[list[Tensor]], list[Tensor]]:
+        fill, given = decode(record, options, ints, floats)
+        return prepare(given, width, device, tuple(fill(dtypes)))
 
     def run(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-        fill, given = decoded(tuple(ints), tuple(floats))
-        return kernel(fill(tensors), given)
+        first = tensors[0]
+        return call(tuple(ints), tuple(floats), first.shape[-1], first.device, tuple([t.dtype for t in tensors]))(tensors)
 
     def fake(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
         fill, given = decode(record, options, ints, floats)
@@ -154,11 +163,11 @@ def _backward_shapes(inputs: BackwardInputs, options: BackwardOptions) -> list[T
 # or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of `norm`
 # is registered at the end of autograd.py. It has `norm_forward` return the statistics too, which are for backward alone.
 norm, norm_forward = (
-    record_operator(name, Inputs, Options, lambda *call: launches().forward(*call), _forward_shapes)
+    record_operator(name, Inputs, Options, lambda *call: launches().forward_call(*call), _forward_shapes)
     for name in ("norm", "norm_forward")
 )
 norm_backward = record_operator(
-    "norm_backward", BackwardInputs, BackwardOptions, lambda *call: launches().backward(*call), _backward_shapes
+    "norm_backward", BackwardInputs, BackwardOptions, lambda *call: launches().backward_call(*call), _backward_shapes
 )
 
 

@@ -35,11 +35,11 @@ def cross_entropy_fn(
     The formulas stand in `kernels.cross_entropy`. The loss agrees with `F.cross_entropy` of fp32 logits; a row that is -inf
     throughout gives NaN, and the mean over no targets too.
 
-    With in_place=True the logits' memory is used for their gradient. In eager mode on kernels, if the logits need a gradient:
-    for the mean and the sum of bf16 or fp32 logits, this call overwrites them, so that each logit is read once; for
-    reduction="none" and for fp16, backward does. Their version counter says so: whoever has saved the logits for a backward
-    pass of his own gets PyTorch's error, and so does a second backward through this call. Whoever reads their values afterwards
-    reads the gradient. Elsewhere (torch.compile, the reference, no gradients) nothing is overwritten.
+    With in_place=True this call overwrites the logits with their gradient, so that each logit is read once: in eager mode on
+    kernels, for the mean and the sum of bf16 or fp32 logits that need a gradient. Their version counter says so: whoever has
+    saved the logits for a backward pass of his own gets PyTorch's error, and so does a second backward through this call.
+    Whoever reads their values afterwards reads the gradient. Elsewhere (torch.compile, the reference, no gradients, fp16,
+    reduction="none") nothing is overwritten.
 
     Args:
         logits: (..., V) in bf16, fp16 or fp32; elsewhere than on a GPU also fp64.
@@ -73,8 +73,9 @@ def cross_entropy_fn(
         check_overwritable(name, logits, rows)
     if not kernels:
         total, _ = reference.finish(reference.losses(rows, flat, options), flat, options)
-    elif in_place and is_eager((logits, targets)):
-        total = _CrossEntropy.apply(True, rows, flat, *options)[0]
+    # The factor of the loss isn't known yet for a row's own, and in fp16 p / count is often 0.
+    elif in_place and reduction != "none" and logits.dtype != torch.float16 and is_eager((logits, targets)):
+        total = _InPlace.apply(rows, flat, options)
     else:
         total = cross_entropy_op(rows, flat, *options)[0]
     return total.view(targets.shape) if options.reduction == NONE else total
@@ -223,45 +224,46 @@ cross_entropy_backward = operator(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """in_place: the logits [M, V] are a view of what is overwritten. A second backward is refused by autograd itself, as the
-    version of the logits that forward has saved is gone."""
-
     @staticmethod
-    def forward(ctx, in_place, logits, targets, *options):
-        ctx.in_place, ctx.options, ctx.function = in_place, LossOptions(*options), "cross_entropy_fn"
-        ctx.set_materialize_grads(False)
-        # Per row the upstream gradient isn't known yet, and in fp16 p / count is often 0.
-        ctx.early = in_place and ctx.options.reduction != NONE and logits.dtype != torch.float16
-        if ctx.early:
-            scale = launches().scale_of(targets, ctx.options)
-            losses = launches().one_pass(logits, targets, ctx.options, scale)
-            torch.autograd.graph.increment_version(logits)
-            ctx.save_for_backward(logits)
-            return (launches().reduced(losses, scale, ctx.options),)
+    def forward(ctx, logits, targets, *options):
         outputs = below_autograd(cross_entropy_forward, logits, targets, *options)
         ctx.save_for_backward(logits, targets, *outputs[1:])
         ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.function = options, "cross_entropy_fn"
         return outputs
 
     @staticmethod
     @first_order
     def backward(ctx, dloss, *_):
-        nothing = [None] * (1 + len(ctx.options))
-        if dloss is None:
-            return None, None, *nothing
-        logits, *saved = ctx.saved_tensors
-        if not ctx.in_place:
-            return None, cross_entropy_backward(dloss, logits, *saved, *ctx.options), *nothing
-        gradient = logits.detach()
-        if ctx.early:
-            launches().multiply(gradient, dloss)
-        else:
-            launches().gradient(dloss, gradient, *saved, ctx.options, gradient)
+        gradient = None if dloss is None else cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
+        return gradient, None, *[None] * len(ctx.options)
+
+
+register_autograd(cross_entropy_op, cross_entropy_forward, _CrossEntropy.apply)
+
+
+class _InPlace(torch.autograd.Function):
+    """The logits [M, V], a view of what is overwritten, become their gradient in forward. A second backward is refused by
+    autograd itself, as the version of the logits that forward has saved is gone."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, options):
+        scale = launches().scale_of(targets, options)
+        losses = launches().one_pass(logits, targets, options, scale)
         torch.autograd.graph.increment_version(logits)
-        return None, gradient, *nothing
+        ctx.save_for_backward(logits)
+        ctx.function = "cross_entropy_fn"
+        return launches().reduced(losses, scale, options)
 
-
-register_autograd(cross_entropy_op, cross_entropy_forward, partial(_CrossEntropy.apply, False))
+    @staticmethod
+    @first_order
+    def backward(ctx, dloss):
+        (logits,) = ctx.saved_tensors
+        gradient = logits.detach()
+        launches().multiply(gradient, dloss)
+        torch.autograd.graph.increment_version(logits)
+        return gradient, None, None
 
 
 # ---- the product and its loss ------------------------------------------------------------------------------------------------
@@ -345,15 +347,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dloss, *_):
-        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        if dloss is not None:
-            scale, *products = ctx.saved_tensors
-            factor = dloss * scale if scale.numel() else dloss
-            for i, (product, dtype) in enumerate(zip(products, ctx.dtypes, strict=True)):
-                if ctx.needs_input_grad[i]:
-                    # In fp32: PyTorch would round the factor, a scalar tensor, to the dtype of a product in bf16.
-                    gradients[i] = (product.to(factor.dtype) * factor).to(dtype)
-        return tuple(gradients)
+        if dloss is None:
+            return (None,) * len(ctx.needs_input_grad)
+        scale, *products = ctx.saved_tensors
+        factor = dloss * scale if scale.numel() else dloss
+        # In fp32: PyTorch would round the factor, a scalar tensor, to the dtype of a product in bf16.
+        gradients = [
+            (product.to(factor.dtype) * factor).to(dtype) if needed else None
+            for product, dtype, needed in zip(products, ctx.dtypes, ctx.needs_input_grad, strict=False)
+        ]
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 register_autograd(linear_op, linear_forward, _LinearCrossEntropy.apply)

@@ -15,10 +15,9 @@ from torch import Tensor
 from . import checks
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
 from .kernels import runs_kernels
-from .records import dtypes_of
 from .reference import NORMS, Norm, affine
-from .rotary_operators import Inputs, Options, apply, launches, rotary, values_of
-from .torch_state import is_eager, transformed_by_func
+from .rotary_operators import Inputs, Options, apply, heads_of, rotary
+from .torch_state import transformed_by_func
 
 _KINDS = {None: -1} | {key: kind for kind in (Norm.layernorm, Norm.rmsnorm) for key in (kind, kind.name)}
 
@@ -136,25 +135,15 @@ def _run(
     inputs = _checked(name, inputs, options, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     if not kernels:
         return reference(inputs, options)
-    if torch.compiler.is_compiling():
-        return tuple(rotary(*inputs, *options))
-    run = None
-    if is_eager(inputs):
-        launch = launches()
-        work = launch.work_of(head_width(inputs, options), inputs)
-        run = launch.forward_call(options, work, inputs.x.device, dtypes_of(inputs))
-    return tuple(apply(inputs, options, run))
-
-
-def head_width(inputs: Inputs, options: Options) -> int:
-    width = inputs.x.shape[-1]
-    return width if inputs.k is not None else width // (options.heads + 2 * options.kv_heads)
+    return tuple(rotary(*inputs, *options) if torch.compiler.is_compiling() else apply(inputs, options))
 
 
 def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.dtype, ...]) -> Inputs:
     """The inputs, with positions [..., T] where there are any."""
     x, k, cos, sin, positions, *weights = inputs
-    of, tokens, D = ("qkv" if k is None else "q"), x.shape[: -1 if k is None else -2], head_width(inputs, options)
+    of, tokens, D = "q", x.shape[:-2], x.shape[-1]
+    if k is None:
+        of, tokens, D = "qkv", x.shape[:-1], D // (options.heads + 2 * options.kv_heads)
     checks.check_dtype(name, of, x, accepted)
     for argument, t in zip(Inputs._fields[2:], inputs[2:], strict=True):
         if t is not None:
@@ -195,10 +184,7 @@ def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.
 def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     """The same in plain PyTorch, differentiable, on any device: what the kernels are tested against."""
     x, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias = inputs
-    q, values = x, (() if k is not None else (values_of(x, options),))
-    if k is None:
-        parts = x.unflatten(-1, (-1, head_width(inputs, options)))
-        q, k = parts[..., : options.heads, :], parts[..., options.heads : -options.kv_heads, :]
+    q, k, *values = heads_of(x, options) if k is None else (x, k)
     if cos is not None and sin is not None:
         cos, sin = (t[: q.shape[-3]] if positions is None else t[positions.long()] for t in (cos, sin))
     q, k = (_turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)))

@@ -6,7 +6,7 @@ holds. Eager code goes past the dispatcher, to `rotary_launch`.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,35 +49,34 @@ class Upstream(NamedTuple):
 launches = partial(operators.launches, "rotary_launch")
 
 
-def apply(inputs: Inputs, options: Options, run: Callable | None = None) -> Sequence[Tensor]:
-    """q, k, and v where x is packed, with gradients.
-
-    run: of `rotary_launch.forward_call`, where nobody watches operator calls; None: through the dispatcher.
-    """
+def apply(inputs: Inputs, options: Options) -> Sequence[Tensor]:
+    """q, k, and v where x is packed, with gradients."""
+    eager = is_eager(inputs)
     if has_tangents() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
-        return (_Rotary.apply if run is None else _apply_eager)(options, run, *inputs)
-    outputs = rotary_forward(*inputs, *options) if run is None else run(inputs)
-    return outputs if inputs.k is not None else (*outputs, values_of(inputs.x, options))
+        return (_apply_eager if eager else _Rotary.apply)(options, eager, *inputs)
+    return _outputs(inputs, options, eager)
 
 
-def values_of(x: Tensor, options: Options) -> Tensor:
-    """v [..., T, kv_heads, D], a view of the packed projection."""
-    width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
-    size = options.kv_heads * width
-    return x.narrow(-1, x.shape[-1] - size, size).view(*x.shape[:-1], options.kv_heads, width)
+def _outputs(inputs: Inputs, options: Options, eager: bool) -> Sequence[Tensor]:
+    """eager: past the dispatcher, where nobody watches operator calls."""
+    outputs = launches().forward(inputs, options) if eager else below_autograd(rotary_forward, *inputs, *options)
+    return outputs if inputs.k is not None else (*outputs, heads_of(inputs.x, options)[2])
+
+
+def heads_of(x: Tensor, options: Options) -> tuple[Tensor, ...]:
+    """q, k and v [..., T, heads of each, D], views of the packed projection."""
+    parts = options.heads, options.kv_heads, options.kv_heads
+    return x.unflatten(-1, (sum(parts), -1)).split(parts, dim=-2)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options, run, *tensors):
+    def forward(ctx, options, eager, *tensors):
         x, k, *rest = inputs = Inputs(*tensors)
-        outputs = below_autograd(rotary_forward, *tensors, *options) if run is None else run(inputs)
-        ctx.options, ctx.eager, ctx.function = options, run is not None, "rotary_qkv_fn" if k is None else "rotary_qk_fn"
-        if k is None:
-            outputs = (*outputs, values_of(x, options))
+        ctx.options, ctx.eager, ctx.function = options, eager, "rotary_qkv_fn" if k is None else "rotary_qk_fn"
         kept = (None, None) if options.norm < 0 else (x, k)  # without a norm backward does not look at them
         ctx.save_for_backward(*kept, *rest)
-        return outputs
+        return _outputs(inputs, options, eager)
 
     @staticmethod
     @first_order
@@ -111,9 +110,8 @@ def output_shapes(x: torch.Size, k: torch.Size | None, options: Options) -> tupl
     return (*tokens, options.heads, D), (*tokens, options.kv_heads, D)
 
 
-def empty_outputs(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    x, k = inputs.x, inputs.k
-    q_shape, k_shape = output_shapes(x.shape, None if k is None else k.shape, options)
+def _empty_outputs(x: Tensor, k: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    q_shape, k_shape = output_shapes(x.shape, None if k is None else k.shape, Options(*given[7:]))
     return x.new_empty(q_shape), x.new_empty(k_shape)
 
 
@@ -132,7 +130,7 @@ rotary_forward = operator(
     "rotary_forward",
     f"(Tensor x, Tensor? k, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
     lambda *given: launches().forward(Inputs(*given[:9]), Options(*given[9:])),
-    lambda *given: empty_outputs(Inputs(*given[:9]), Options(*given[9:])),
+    _empty_outputs,
 )
 rotary_backward = operator(
     "rotary_backward",

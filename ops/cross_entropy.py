@@ -158,10 +158,7 @@ def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:
 def check_overwritable(name: str, logits: Tensor, rows: Tensor) -> None:
     """rows [M, V] have to be a view of the logits."""
     if logits.is_leaf:
-        raise ValueError(
-            f"{name}: in_place=True would overwrite logits, a leaf that requires a gradient; leave in_place out, or pass "
-            "what was computed from it"
-        )
+        raise ValueError(f"{name}: in_place=True would overwrite logits, a leaf that requires a gradient; leave in_place out")
     if rows.numel() and (rows.data_ptr() != logits.data_ptr() or rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]):
         raise ValueError(
             f"{name}: in_place=True needs logits whose rows lie at one distance, without gaps inside; got strides "

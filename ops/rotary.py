@@ -109,15 +109,13 @@ def rotary_qk_fn(
     """
     name = "rotary_qk_fn"
     checks.check_tensor(name, "q", q)
-    checks.check_tensor(name, "k", k)
+    checks.check_operand(name, "k", k, q, (q.dtype,), "q")
     if q.dim() < 3 or 0 in q.shape[-2:] or q.shape[-1] % 2:
         raise ValueError(f"{name}: q has shape {tuple(q.shape)}, expected (..., T, heads, D) with an even D of 2 or more")
     if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1] or k.shape[-2] == 0:
         raise ValueError(
             f"{name}: k has shape {tuple(k.shape)}, expected that of q {tuple(q.shape)} but for the number of heads"
         )
-    if k.dtype != q.dtype or k.device != q.device:
-        raise ValueError(f"{name}: k is {k.dtype} on {k.device}, expected {q.dtype} on {q.device}, as q")
     inputs = Inputs(q, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias)
     return _run(name, inputs, q.shape[-2], k.shape[-2], norm, eps, zero_centered_weight, interleaved)  # type: ignore[return-value]
 
@@ -153,18 +151,16 @@ def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.
         if cos.dim() != 2 or cos.shape[0] < rows or not 1 <= cos.shape[1] <= D // 2 or sin.shape != cos.shape:
             shapes = f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}"
             raise ValueError(f"{name}: {shapes}, expected ({rows} or more, R/2) for both, with R/2 from 1 to {D // 2}")
-        if sin.dtype != cos.dtype:
-            raise ValueError(f"{name}: sin is {sin.dtype}, expected {cos.dtype}, as cos")
+        checks.check_dtype(name, "sin", sin, (cos.dtype,))
         if cos.requires_grad or sin.requires_grad:
             raise ValueError(f"{name}: cos and sin get no gradient; detach them")
     elif cos is not None or sin is not None or positions is not None:
         raise ValueError(f"{name}: cos and sin are a pair, and positions are their rows; give both, or none of the three")
-    per_head = any(t is not None and t.dim() == 2 for t in weights)
-    for argument, t in zip(Inputs._fields[5:], weights, strict=True):
-        if t is None:
-            continue
-        if options.norm < 0:
-            raise ValueError(f"{name}: {argument} was given without a norm; pass norm, or leave it out")
+    given = {argument: t for argument, t in zip(Inputs._fields[5:], weights, strict=True) if t is not None}
+    if given and options.norm < 0:
+        raise ValueError(f"{name}: {', '.join(given)} without a norm; pass norm, or leave the weights and biases out")
+    per_head = any(t.dim() == 2 for t in given.values())
+    for argument, t in given.items():
         by_head = (options.heads if argument[0] == "q" else options.kv_heads, D)
         if t.shape != (by_head if per_head else (D,)):
             both = f"({D},), or {by_head} where all weights and biases are by head"

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from tests.runs import ROOT
 
 CODE = """
-import contextlib, os, pathlib, runpy, sys, scipy.stats, torch, torch._dynamo, torch.distributed.tensor
+import contextlib, os, pathlib, runpy, sys, scipy.stats, torch, torch.distributed.tensor
 with contextlib.suppress(ImportError):
     import transformers
 for path in sys.argv[1:]:
@@ -22,15 +22,13 @@ for path in sys.argv[1:]:
 
 
 def test_examples_are_at_parity_and_time_themselves(tmp_path):
-    checks = {"nanogpt_block": 2, "own_training_loop": 1} | (
-        {"hf_llama": 2, "hf_qwen3": 2} if find_spec("transformers") else {}
-    )
-    files = [file for file in (ROOT / "examples").glob("*.py") if file.stem in checks]
+    names = ["nanogpt_block", *(["hf_llama", "hf_qwen3"] if find_spec("transformers") else [])]
+    files = [ROOT / "examples" / f"{name}.py" for name in names]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-u", "-c", CODE, *files], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert [line for line in done.stderr.splitlines() if "transformers" not in line] == []
     printed = {text.split()[0]: text for text in done.stdout.split("example ")[1:]}
-    for name, count in checks.items():
-        out = printed[name]
-        assert out.count("Parity holds in ") == count and "Parity fails" not in out, out
+    assert list(printed) == names
+    for name, out in printed.items():
+        assert out.count("Parity holds in ") == 2 and "Parity fails" not in out, out
         assert out.count("forward + backward: ") == (2 if name == "nanogpt_block" else 1) and out.endswith("\nset()\n")

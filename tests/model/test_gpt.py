@@ -56,7 +56,6 @@ def test_vocabulary_is_padded_or_as_given(build, batch):
     ("method", "inputs", "message"),
     [
         ("forward", {"tokens": torch.zeros(1, 17, dtype=torch.int64)}, r"17 positions, and model\.context is 16"),
-        ("forward", {"targets": torch.zeros(4, 11, dtype=torch.int64)}, r"targets has shape \(4, 11\)"),
         ("forward", {"seeds": torch.zeros(3, dtype=torch.int64)}, r"seeds has shape \(3,\) .* expected int64 of shape \(5,\)"),
         ("generate", {"top_k": 0}, "top_k must be 1 or more, .* got 0"),
     ],

@@ -20,8 +20,7 @@ def test_kernels_and_torch_with_shared_masks_agree(build, batch, kind, block):
         results.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
     (loss, gradients), (expected, expected_gradients) = results
     assert loss == pytest.approx(expected, abs=1e-5)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("residual_dtype", ["fp32", "compute"])

@@ -39,7 +39,6 @@ def test_a_librarys_model_is_torchs_up_to_rounding(build, batch, impl, package, 
     ("overrides", "on", "message"),
     [
         ("norm.impl=flash_attn model.dropout=0.1 norm.dropout_masks=shared", CUDA, "has no norm.dropout_masks=shared"),
-        ("norm.impl=flash_attn model.drop_path=0.1 model.block=parallel", CUDA, "here, but model.drop_path=0"),
         ("norm.impl=liger model.dropout=0.1", CUDA, "has no model.dropout=0.1 here, but model.dropout=0"),
         ("norm.impl=quack", CUDA, "has no norm.kind=layernorm here, but norm.kind=rmsnorm"),
         ("norm.impl=liger", CPU, "needs a CUDA device; this run is on cpu"),

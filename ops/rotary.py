@@ -16,7 +16,7 @@ from . import checks
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
 from .kernels import runs_kernels
 from .reference import NORMS, Norm, affine
-from .rotary_operators import Inputs, Options, apply, heads_of, rotary
+from .rotary_operators import Inputs, Options, apply, rotary
 from .torch_state import transformed_by_func
 
 _KINDS = {None: -1} | {key: kind for kind in (Norm.layernorm, Norm.rmsnorm) for key in (kind, kind.name)}
@@ -180,7 +180,8 @@ def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.
 def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     """The same in plain PyTorch, differentiable, on any device: what the kernels are tested against."""
     x, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias = inputs
-    q, k, *values = heads_of(x, options) if k is None else (x, k)
+    parts = options.heads, options.kv_heads, options.kv_heads
+    q, k, *values = (x, k) if k is not None else x.unflatten(-1, (sum(parts), -1)).split(parts, dim=-2)
     if cos is not None and sin is not None:
         cos, sin = (t[: q.shape[-3]] if positions is None else t[positions.long()] for t in (cos, sin))
     q, k = (_turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)))

@@ -60,13 +60,10 @@ def apply(inputs: Inputs, options: Options) -> Sequence[Tensor]:
 def _outputs(inputs: Inputs, options: Options, eager: bool) -> Sequence[Tensor]:
     """eager: past the dispatcher, where nobody watches operator calls."""
     outputs = launches().forward(inputs, options) if eager else below_autograd(rotary_forward, *inputs, *options)
-    return outputs if inputs.k is not None else (*outputs, heads_of(inputs.x, options)[2])
-
-
-def heads_of(x: Tensor, options: Options) -> tuple[Tensor, ...]:
-    """q, k and v [..., T, heads of each, D], views of the packed projection."""
-    parts = options.heads, options.kv_heads, options.kv_heads
-    return x.unflatten(-1, (sum(parts), -1)).split(parts, dim=-2)
+    if inputs.k is not None:
+        return outputs
+    *_, heads, D = outputs[1].shape
+    return *outputs, inputs.x.narrow(-1, -heads * D, heads * D).view(*outputs[1].shape)  # v
 
 
 class _Rotary(torch.autograd.Function):

@@ -153,7 +153,9 @@ def test_in_place_the_gradient_takes_the_logits_memory_and_other_uses_of_it_rais
         cross_entropy_fn(logits, targets, in_place=True)
     cross_entropy_fn(logits.detach(), targets, in_place=True)
     cross_entropy_fn(logits, targets, reduction="none", in_place=True)
-    assert torch.equal(logits, kept)
+    half = leaf.half() * 1
+    cross_entropy_fn(half, targets, in_place=True)
+    assert torch.equal(logits, kept) and torch.equal(half, kept.half())
     other = logits.sin().sum()  # which keeps the logits for its backward
     loss = cross_entropy_fn(logits, targets, in_place=True)
     assert logits.sum().abs() < 1e-5  # each row of the gradient adds up to 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import operators
-from .autograd import Training, learned_scales, with_statistics
+from .autograd import Training
 from .checks import (
     KERNEL_DTYPES,
     LAST_OF_X,
@@ -57,7 +57,7 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
     except TypeError:  # an option has no hash: the checks have more to say
         return Plan(operands, *request)
     if plan.kernels:
-        plan.prepare(Inputs._make((*operands, None)))
+        plan.prepare(operands)
     _plans[key] = plan
     while len(_plans) > MOST:
         _plans.popitem(last=False)
@@ -86,6 +86,8 @@ def _key(operands: tuple, request: tuple) -> tuple | None:
 
 class Plan:
     # Of eager calls on kernels, see `prepare`.
+    present: Callable[[tuple], tuple]  # of the fields of Inputs, those that are there
+    call: Callable[[Options], Callable]  # `launch.forward_call` of other options
     run: Callable[[tuple], tuple]  # of the inputs that are there, the fields of Outputs, without what backward needs
     trained: Training
 
@@ -167,21 +169,21 @@ class Plan:
         # Backward normalises r again; where nothing was added it finds the same numbers in x.
         reads_r = norm != Norm.none or operands.weight is not None or operands.weight1 is not None
         self.training = self.inference._replace(store_residual=self.inference.store_residual or (adds and reads_r))
-        self.dtypes = (*dtypes_of(operands)[:-1], torch.int64 if drops else None)  # of Inputs
-        self.present = picker([*names_of(operands), *["seed"] * drops], Inputs._fields)  # the inputs that are there
+        self.names = [*names_of(operands), *["seed"] * drops]  # of the inputs that are there
 
-    def prepare(self, inputs: Inputs) -> None:
-        """For eager calls on kernels with such inputs."""
+    def prepare(self, operands: tuple) -> None:
+        """For eager calls on kernels with such operands."""
+        x, names = operands[0], self.names
+        self.present = picker(names, Inputs._fields)
+        learned = [
+            name for name, t in zip(OPERANDS, operands, strict=True) if name in ROWSCALES and name in names and t.requires_grad
+        ]
+        dtypes = Inputs(*dtypes_of(operands), torch.int64 if self.drops else None)
 
         def call(options: Options) -> Callable:
-            return operators.launches().forward_call(options, inputs.x.shape[-1], inputs.x.device, self.dtypes)
+            return operators.launches().forward_call(options, x.shape[-1], x.device, dtypes)
 
-        run, training = call(self.inference), with_statistics(self.training)
-        fields = picker(Outputs._fields, [output.name for output in outputs_of(inputs, self.inference)])
+        self.call, run = call, call(self.inference)
+        fields = picker(Outputs._fields, [*outputs_of(names, self.inference)])
         self.run = lambda tensors: fields((*run(tensors), None))
-        self.trained = Training(call(training), training, self.dtypes, learned_scales(inputs))
-
-
-def forget() -> None:
-    """Drops all plans; for tests."""
-    _plans.clear()
+        self.trained = Training(call, self.training, dtypes, learned)

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 from ops import Norm, dropout_mask, launch, layer_norm_fn, layer_norm_linear_fn, norm_fn, operators, rms_norm_fn, seeded_dropout
-from ops.records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options
+from ops.records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, names_of, present
 
 from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outputs_and_gradients
 
@@ -41,6 +41,10 @@ def compiled(fn, device, **how):
 
 def site(x, w):
     return rms_norm_fn(x, w, None, x, prenorm=True)
+
+
+def encoded(record, options):
+    return present(record), *operators.encode(type(record), names_of(record), options)
 
 
 def pair(device):
@@ -117,10 +121,10 @@ def test_opcheck(name, device):
     upstream = {"dy": given.x, "dy1": given.x1, "dr": given.residual, "r": given.residual, "stats": stats}
     backward = BackwardInputs(**{field: getattr(given, field, None) for field in BackwardInputs._fields} | upstream)
     calls = {
-        "norm_backward": [operators.encode(backward, how)],
+        "norm_backward": [encoded(backward, how)],
         "dropout": [(given.residual, seed, 0.25, 1)],
         "dropout_mask": [(seed, 4, 24, 0.25, 0)],
-    }.get(name, [operators.encode(given, HOW), operators.encode(plain, PLAIN)])
+    }.get(name, [encoded(given, HOW), encoded(plain, PLAIN)])
     for arguments in calls:
         library.opcheck(getattr(getattr(torch.ops, operators.NAMESPACE), name).default, arguments)
 

@@ -18,14 +18,14 @@ import ops
 from ops import launch, layer_norm_fn, operators, plan, rms_norm_fn
 from ops.records import Inputs
 
-from .cases import BF16, Seen, equal, leaves, unaligned
+from .cases import BF16, Seen, equal, forget, leaves, unaligned
 
 
 @pytest.fixture
 def dispatched(monkeypatch):
     """A list that grows with every call that goes through the dispatcher."""
     seen = []
-    for name, function in {"forward": "norm_of", "backward": "norm_backward_of"}.items():
+    for name, function in {"forward": "norm", "backward": "norm_backward"}.items():
         run = getattr(operators, function)
         monkeypatch.setattr(operators, function, lambda *a, run=run, name=name, **k: (seen.append(name), run(*a, **k))[1])
     return seen
@@ -119,10 +119,10 @@ def test_a_call_does_not_depend_on_the_calls_before(other, given):
     buffers = [options[name] for name in ("out", "residual_out") if name in options]
     for first, then in ((one, two), (two, one)):
         written = buffers if then is two else []
-        plan.forget(), launch.forget()
+        forget()
         expected = site(*then[0], **then[1])
         expected = [t.clone() for t in (*returned(expected), *written) if t is not None]
-        plan.forget(), launch.forget()
+        forget()
         site(*first[0], **first[1])
         for buffer in buffers:
             buffer.fill_(torch.nan)

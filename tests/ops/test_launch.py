@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ops import launch, layer_norm_fn, norm_fn, plan
+from ops import launch, layer_norm_fn, norm_fn
 from ops.tiling import H200
 
 from .cases import BF16, FP32, KERNELS, leaves
@@ -75,9 +75,7 @@ def started(monkeypatch):
         self.current_stream = lambda index: 0
 
     monkeypatch.setattr(launch.Launcher, "__init__", made)
-    launch.forget(), plan.forget()
-    yield found
-    launch.forget(), plan.forget()
+    return found
 
 
 CALLS = {

@@ -10,21 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import operators
+from . import checks, operators
 from .autograd import Training
-from .checks import (
-    KERNEL_DTYPES,
-    LAST_OF_X,
-    REFERENCE_DTYPES,
-    SHAPE_OF_X,
-    check_dropout_p,
-    check_eps,
-    check_flags,
-    check_input,
-    check_number,
-    check_operands,
-    function_name,
-)
+from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, SHAPE_OF_X, check_operands, function_name
 from .kernels import runs_kernels
 from .records import OPERANDS, ROWSCALES, SCALARS, WEIGHTS, Inputs, Options, Outputs, dtypes_of, names_of, outputs_of, picker
 from .reference import Norm
@@ -107,7 +95,7 @@ class Plan:
         # Whether the call goes through the kernels; else through `reference`.
         self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
         dtypes = KERNEL_DTYPES if self.kernels else REFERENCE_DTYPES
-        check_input(name, x, dtypes)
+        checks.check_input(name, x, dtypes)
         check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
         check_operands(name, x, dtypes, (x.shape,), SHAPE_OF_X, residual=residual, x1=x1)
         for field, kind in (("scalars", norm), ("branch_scalars", branch_norm)):
@@ -123,10 +111,10 @@ class Plan:
             raise ValueError(
                 f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
             )
-        check_number(name, "residual_scale", residual_scale, "a finite number", lambda scale: abs(scale) < float("inf"))
-        check_dropout_p(name, "dropout_p", dropout_p)
-        check_eps(name, eps)
-        check_flags(
+        checks.check_number(name, "residual_scale", residual_scale, "a finite number", lambda scale: abs(scale) < float("inf"))
+        checks.check_dropout_p(name, "dropout_p", dropout_p)
+        checks.check_eps(name, eps)
+        checks.check_flags(
             name, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32,
             return_dropout_mask=return_dropout_mask, return_statistics=return_statistics,
         )  # fmt: skip

@@ -3,8 +3,6 @@
 `layer_norm_fn` and `rms_norm_fn` have the interface of FlashAttention's Triton functions, argument for argument.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from . import checks, operators, reference
 from .autograd import apply_eager
 from .philox import draw_seed, seed_tensor
 from .plan import Plan, plan_of
-from .records import Inputs, Outputs, fill, outputs_of, present
+from .records import Inputs, Options, Outputs, outputs_of, present
 from .reference import Norm
 from .torch_state import is_eager
 
@@ -232,11 +230,15 @@ def _run(inputs: tuple, plan: Plan, eager: bool) -> tuple:
         return reference.norm(Inputs._make(inputs), plan.inference)
     if eager:
         tensors = plan.present(inputs)
-        return apply_eager(plan.trained, *tensors) if _trains(tensors) else plan.run(tensors)
+        if torch.is_grad_enabled():
+            for t in tensors:  # any() takes 0.6 µs more
+                if t.requires_grad:
+                    return apply_eager(plan.trained, *tensors)
+        return plan.run(tensors)
     given = present(inputs)
     options = plan.training if _trains(given) else plan.inference
     outputs = operators.norm(given, *operators.encode(Inputs, plan.names, options))
-    return fill(Outputs, outputs_of(plan.names, options), outputs)
+    return _named(plan, options, outputs)
 
 
 def _into_buffers(
@@ -245,12 +247,12 @@ def _into_buffers(
     """Outputs, with these buffers for y and r."""
     x, options = inputs[0], plan.inference
     checks.check_buffers(plan.name, out, residual_out, x, options.out_dtype, options.residual_dtype)
-    buffers = fill(Outputs, ("y", "r"), (out, residual_out))
-    if plan.kernels and eager and not _trains(present((*inputs, *buffers))):
+    buffers = {name: buffer for name, buffer in (("y", out), ("r", residual_out)) if buffer is not None}
+    if plan.kernels and eager and not _trains([*plan.present(inputs), *buffers.values()]):
         options = options._replace(store_residual=prenorm or residual_out is not None)
         written = plan.call(options)(plan.present(inputs), buffers)
-        torch.autograd.graph.increment_version(present(buffers))
-        return fill(Outputs, outputs_of(plan.names, options), written)
+        torch.autograd.graph.increment_version(buffers.values())
+        return _named(plan, options, written)
     # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
     outputs = Outputs(*_run(inputs, plan, eager))
     if plan.r_is_x and out is not None:  # which may be x
@@ -261,9 +263,9 @@ def _into_buffers(
     return outputs if out is None else outputs._replace(y=out.copy_(outputs.y))
 
 
-def _trains(tensors: Iterable[Tensor]) -> bool:
-    if torch.is_grad_enabled():
-        for t in tensors:  # any() takes 0.6 µs more
-            if t.requires_grad:
-                return True
-    return False
+def _named(plan: Plan, options: Options, outputs: list[Tensor]) -> Outputs:
+    return Outputs(**dict(zip(outputs_of(plan.names, options), outputs, strict=True)))
+
+
+def _trains(tensors: list[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -3,7 +3,7 @@
 What a launch needs besides its tensors and the number of rows follows from widths, dtypes and options. It is worked out once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any, cast
@@ -24,7 +24,6 @@ from .philox import drop_threshold, keep_scale
 from .records import (
     BackwardOptions,
     Options,
-    Outputs,
     empty_gradients,
     empty_outputs,
     names_of,
@@ -67,15 +66,14 @@ def forward_call(options: Options, N: int, device: torch.device, of: Any) -> Cal
     kinds = [*outputs.values()]
     pointers = picker(forward_kernels.Pointers._fields, [*names_of(of), *outputs])
 
-    def run(inputs: Sequence[Tensor], buffers: Outputs | None = None) -> list[Tensor]:
-        """buffers: contiguous, for some of the outputs; that for r may be the residual itself."""
+    def run(inputs: Sequence[Tensor], buffers: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """buffers: contiguous, for y and r; that for r may be the residual itself."""
         x = inputs[0]
         M = x.numel() // N
         if buffers is None:
             written = empty_outputs(x, kinds, M, x.is_contiguous())
         else:
-            given = [(getattr(buffers, name), kind) for name, kind in outputs.items()]
-            written = [empty_outputs(x, [kind], M)[0] if buffer is None else buffer for buffer, kind in given]
+            written = [buffers[name] if name in buffers else empty_outputs(x, [kind], M)[0] for name, kind in outputs.items()]
         start(-(-M // rows_of_tile), pointers((*inputs, *written, None)), inputs[-1] if drops else None, M, *numbers)
         return written
 

@@ -94,11 +94,9 @@ OTHERS = {
     "rows": lambda x, residual, w, b: (x[:2], residual[:2], w, b),
     "strides": lambda x, residual, w, b: (x, residual.mT.contiguous().mT, w, b),
     "requires_grad": lambda x, residual, w, b: (x, residual, w, b.detach()),
-    "class": lambda x, residual, w, b: (x, residual, torch.nn.Parameter(w), b),
     "given twice": lambda x, residual, w, b: (x, x, w, b),
     "less": lambda x, residual, w, b: (x, residual, w, None),
     "as many others": lambda x, residual, w, b: (x, residual, None, w),
-    "negative": lambda x, residual, w, b: (torch._neg_view(x), residual, w, b),
 }
 OPTIONS = [
     {"eps": 0.1}, {"prenorm": False}, {"dropout_p": 0.5, "seed": 3}, {"zero_centered_weight": True}, {"out_dtype": BF16},

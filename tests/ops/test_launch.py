@@ -79,8 +79,6 @@ def started(monkeypatch):
 
 
 CALLS = {
-    "plain": lambda t: ("rmsnorm", t("x"), t("w"), None, {}),
-    "without weights": lambda t: ("layernorm", t("x"), None, None, {}),
     "all of a parallel block": lambda t: (
         "layernorm", t("x"), t("w"), t("b"),
         {"residual": t("res"), "x1": t("x1"), "weight1": t("w1"), "rowscale": t("rows"), "dropout_p": 0.1, "seed": t("seed")},

@@ -37,7 +37,7 @@ class _Fused:
         self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
         super().__init__(hidden_size, eps, device=device, dtype=dtype, **affine)  # type: ignore[call-arg]
         if self.kind is Norm.rmsnorm:  # as FlashAttention's: blocks pass norm.weight and norm.bias on, whichever norm it is
-            self.register_parameter("bias", None)
+            self.register_parameter("bias", None)  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
         super().reset_parameters()  # type: ignore[misc]

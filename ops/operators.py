@@ -104,11 +104,10 @@ def decode(record: Any, options: Any, ints: Iterable[int], floats: Iterable[floa
     return [name for i, name in enumerate(record._fields) if fields >> i & 1], value(options)
 
 
-def record_operator(name: str, record: Any, options: Any, rows: str, launch: str, empty: Callable) -> Any:
+def record_operator(name: str, record: Any, options: Any, launch: str, empty: Callable) -> Any:
     """An operator on the tensors of a record and the fields of its options; returns the tensors that were asked for.
 
-    rows: the field whose rows the kernel goes over; launch: the function of `launch` that makes the call; empty: of tensors,
-    names and options, the results without computing.
+    launch: the function of `launch` that makes the call; empty: of tensors, names and options, the results without computing.
     """
 
     @lru_cache(maxsize=1024)
@@ -117,13 +116,12 @@ def record_operator(name: str, record: Any, options: Any, rows: str, launch: str
         return getattr(launches(), launch)(given, N, device, fill(record, names, dtypes))
 
     def run(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-        like = tensors[(ints[0] & place - 1).bit_count()]  # behind the fields that are there before it
-        return call_of(tuple(ints), tuple(floats), like.shape[-1], like.device, dtypes_of(tensors))(tensors)
+        first = tensors[0]  # x, or a gradient that backward is given
+        return call_of(tuple(ints), tuple(floats), first.shape[-1], first.device, dtypes_of(tensors))(tensors)
 
     def fake(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
         return empty(tensors, *decode(record, options, ints, floats))
 
-    place = 1 << record._fields.index(rows)
     op = operator(name, SCHEMA, run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
     return op
@@ -145,13 +143,13 @@ def _forward_shapes(tensors: list[Tensor], names: list[str], options: Options) -
 
 
 def _backward_shapes(tensors: list[Tensor], names: list[str], options: BackwardOptions) -> list[Tensor]:
-    return empty_gradients(tensors, shapes_of(options.wanted, names), tensors[names.index("r")].shape[-1])
+    return empty_gradients(tensors, shapes_of(options.wanted, names), tensors[0].shape[-1])
 
 
 # Two operators that do the same: one that has autograd code in Python goes through the dispatcher twice at each call, whether
 # or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of `norm`
 # is registered at the end of autograd.py. It has `norm_forward` return the statistics too, which are for backward alone.
 norm, norm_forward = (
-    record_operator(name, Inputs, Options, "x", "forward_call", _forward_shapes) for name in ("norm", "norm_forward")
+    record_operator(name, Inputs, Options, "forward_call", _forward_shapes) for name in ("norm", "norm_forward")
 )
-norm_backward = record_operator("norm_backward", BackwardInputs, BackwardOptions, "r", "backward_call", _backward_shapes)
+norm_backward = record_operator("norm_backward", BackwardInputs, BackwardOptions, "backward_call", _backward_shapes)

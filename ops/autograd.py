@@ -114,9 +114,9 @@ class Training:
             sources["residual"] = "dy" if has_dy else "dr"
             sharing.remove("residual")
         wanted: dict[str, Any] = dict.fromkeys(Gradients._fields)
-        for name in sharing:
-            if wanted["dz"] in (None, getattr(of, name)):
-                wanted["dz"], sources[name] = getattr(of, name), "dz"
+        for shares in sharing:
+            if wanted["dz"] in (None, getattr(of, shares)):
+                wanted["dz"], sources[shares] = getattr(of, shares), "dz"
         reached = dict.fromkeys(("weight", "bias"), has_dy) | dict.fromkeys(("weight1", "bias1"), "dy1" in given)
         for name in needed:
             if sources[name] in wanted and sources[name] != "dz" and reached.get(name, True):

@@ -166,7 +166,7 @@ class Plan:
         learned = [
             name for name, t in zip(OPERANDS, operands, strict=True) if name in ROWSCALES and name in names and t.requires_grad
         ]
-        dtypes = Inputs._make((*dtypes_of(operands), torch.int64 if self.drops else None))  # type: ignore[arg-type]
+        dtypes = Inputs._make((*dtypes_of(operands), torch.int64 if self.drops else None))
 
         def call(options: Options) -> Callable:
             return operators.launches().forward_call(options, x.shape[-1], x.device, dtypes)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from .records import (
     Inputs,
     Options,
     Outputs,
-    dtypes_of,
-    gradients_of,
+    fill,
     names_of,
     outputs_of,
     picker,
@@ -29,20 +28,25 @@ from .torch_state import below_autograd, is_eager, kinds_of
 
 _UPSTREAM, _KEPT = BackwardInputs._fields[:3], BackwardInputs._fields[3:]
 _RETURNED = [name for name in Outputs._fields if "stats" not in name]
+_CONSTANTS = ("mask", "mask1", "rms", "peak")  # outputs without a gradient
 
 
 class Training:
     """A call that is differentiated: all that follows from its options and dtypes."""
 
-    def __init__(self, run: Callable, options: Options, dtypes: tuple[torch.dtype | None, ...], learned: list[str]) -> None:
-        """run: of the inputs that are there, the outputs that are there; dtypes: of Inputs; learned: `learned_scales`."""
-        of: Any = Inputs(*cast(Any, dtypes))
-        self.run, self.options, self.dtypes = run, options, dtypes
-        self.function = function_name(options.norm)
-        self.names, outputs = names_of(of), [output.name for output in outputs_of(of, options)]
+    def __init__(self, run_with: Callable, options: Options, dtypes: Inputs, learned: list[str]) -> None:
+        """run_with: of options, a function of the inputs that are there; dtypes: in the places of the inputs; learned: which
+        scales of rows require a gradient."""
+        self.of: Any = dtypes
+        # What backward needs of each row is stored too.
+        statistics, of_branch = Norm(options.norm).statistics, Norm(options.branch_norm).statistics
+        self.options = options = options._replace(statistics=statistics, branch_statistics=of_branch)
+        self.run, self.function = run_with(options), function_name(options.norm)
+        self.names = names_of(dtypes)
+        outputs = [*outputs_of(self.names, options)]
         sources = {name: name for name in _KEPT}
-        adds = of.residual is not None or of.x1 is not None or options.dropout_p > 0.0 or of.rowscale is not None
-        if options.norm == Norm.none and of.weight is None and of.weight1 is None:
+        adds = dtypes.residual is not None or dtypes.x1 is not None or options.dropout_p > 0.0 or dtypes.rowscale is not None
+        if options.norm == Norm.none and dtypes.weight is None and dtypes.weight1 is None:
             sources["r"] = "y"  # for its shape; something else keeps it anyway
         elif not (adds or options.branch):
             sources["r"] = "x"
@@ -57,9 +61,9 @@ class Training:
         # of Outputs behind them; of that, what has no gradient.
         self.keep = picker([sources[name] for name in self.kept], there)
         self.returned = picker(_RETURNED if set(outputs) & set(_RETURNED[2:]) else _RETURNED[:2], there)
-        constants = [name for name in ("mask", "mask1", "rms", "peak") if name in outputs]
+        constants = [name for name in _CONSTANTS if name in outputs]
         self.constants = picker(constants, there) if constants else None
-        self.runs: dict[tuple, Callable] = {}  # `backward_of`, by needs, and kinds of tensors or which of them are there
+        self.runs: dict[tuple, Callable] = {}  # `backward`, by needs, and kinds of tensors or which of them are there
 
     def gradients(self, needs: tuple[bool, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Of the inputs that are there, those that autograd needs. tensors: the upstream gradients, and what was kept."""
@@ -68,12 +72,56 @@ class Training:
         key = needs, kinds or tuple([t is None for t in tensors])
         run = self.runs.get(key)
         if run is None:
-            run = self.runs[key] = backward_of(self, needs, tensors, kinds is not None)
+            run = self.runs[key] = self.backward(needs, tensors, kinds is not None)
         return run(tensors)
 
+    def backward(self, needs: tuple[bool, ...], like: tuple[Tensor | None, ...], eager: bool) -> Callable:
+        """`gradients` of tensors of which the same are there, eagerly also of the same kinds."""
+        fields = (*_UPSTREAM, *self.kept)
+        given = [name for name, t in zip(fields, like, strict=True) if t is not None]
+        options, sources = self.what_backward_computes(needs, given)
+        there, pick = picker(given, fields), picker([sources[name] for name in self.names], [*names_of(options.wanted), *given])
+        if eager:
+            tensors = there(like)
+            r, dtypes = tensors[given.index("r")], fill(BackwardInputs, given, [t.dtype for t in tensors])
+            run = operators.launches().backward_call(options, r.shape[-1], r.device, dtypes)
+        else:
+            encoded = operators.encode(BackwardInputs, given, options)
+            run = lambda tensors: operators.norm_backward(list(tensors), *encoded)  # noqa: E731
 
-def learned_scales(inputs: Inputs) -> list[str]:
-    return [name for name in ROWSCALES if (scale := getattr(inputs, name)) is not None and scale.requires_grad]
+        def gradients(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+            tensors = there(tensors)
+            return pick((*run(tensors), *tensors, None))
+
+        return gradients
+
+    def what_backward_computes(self, needs: tuple[bool, ...], given: list[str]) -> tuple[BackwardOptions, dict[str, str]]:
+        """And which of its results, or of what it is given, is the gradient of an input; none where it is not among them.
+
+        needs: which gradients autograd asks for, of the inputs that there are; given: names of BackwardInputs.
+        """
+        options, of, has_dy = self.options, self.of, "dy" in given
+        needed = [name for name, need in zip(self.names, needs, strict=True) if need]
+        sources = {name: f"d{name}" for name in self.names}
+        # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
+        changed = options.dropout_p > 0.0 or options.branch or options.residual_scale != 1.0
+        scaled = {"x": changed or of.rowscale is not None, "x1": changed or of.rowscale1 is not None, "residual": False}
+        sharing = [name for name in ("residual", "x", "x1") if name in needed and not scaled[name]]
+        # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
+        without_norm = options.norm == Norm.none and of.weight is None and of.bias is None
+        alone = without_norm and "dy1" not in given and has_dy != ("dr" in given) and options.residual_scale == 1.0
+        if "residual" in sharing and alone and of.residual == (options.out_dtype if has_dy else options.residual_dtype):
+            sources["residual"] = "dy" if has_dy else "dr"
+            sharing.remove("residual")
+        wanted: dict[str, Any] = dict.fromkeys(Gradients._fields)
+        for shares in sharing:
+            if wanted["dz"] in (None, getattr(of, shares)):
+                wanted["dz"], sources[shares] = getattr(of, shares), "dz"
+        reached = dict.fromkeys(("weight", "bias"), has_dy) | dict.fromkeys(("weight1", "bias1"), "dy1" in given)
+        for name in needed:
+            if sources[name] in wanted and sources[name] != "dz" and reached.get(name, True):
+                wanted[f"d{name}"] = getattr(of, name)
+        return BackwardOptions(options, Gradients(**wanted)), sources
 
 
 def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -138,70 +186,16 @@ class FusedNorm(torch.autograd.Function):
 apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).apply
 
 
-def backward_of(call: Training, needs: tuple[bool, ...], like: tuple[Tensor | None, ...], eager: bool) -> Callable:
-    """`Training.gradients` of tensors of which the same are there, eagerly also of the same kinds."""
-    fields = (*_UPSTREAM, *call.kept)
-    given = [name for name, t in zip(fields, like, strict=True) if t is not None]
-    options, sources = what_backward_computes(call, needs, given)
-    there, in_record = picker(given, fields), picker(BackwardInputs._fields, given)
-    pick = picker([sources[name] for name in call.names], [*gradients_of(options), *given])
-
-    def named(tensors: tuple[Tensor, ...]) -> BackwardInputs:
-        return BackwardInputs._make(in_record((*tensors, None)))
-
-    if eager:
-        inputs = named(there(like))
-        run = operators.launches().backward_call(options, inputs.r.shape[-1], inputs.r.device, dtypes_of(inputs))
-    else:
-        run = lambda tensors: operators.norm_backward_of(named(tensors), options)  # noqa: E731
-
-    def gradients(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        tensors = there(tensors)
-        return pick((*run(tensors), *tensors, None))
-
-    return gradients
-
-
-def what_backward_computes(call: Training, needs: tuple[bool, ...], given: list[str]) -> tuple[BackwardOptions, dict[str, str]]:
-    """And which of its results, or of what it is given, is the gradient of an input; none where it is not among them.
-
-    needs: which gradients autograd asks for, of the inputs that there are; given: names of BackwardInputs.
-    """
-    options, of, has_dy = call.options, dict(zip(Inputs._fields, call.dtypes, strict=True)), "dy" in given
-    needed: list[str] = [name for name, need in zip(call.names, needs, strict=True) if need]
-    sources = {name: f"d{name}" for name in call.names}
-    # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
-    changed = options.dropout_p > 0.0 or options.branch or options.residual_scale != 1.0
-    scaled = {"x": changed or of["rowscale"] is not None, "x1": changed or of["rowscale1"] is not None, "residual": False}
-    sharing = [name for name in ("residual", "x", "x1") if name in needed and not scaled[name]]
-    # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
-    without_norm = options.norm == Norm.none and of["weight"] is None and of["bias"] is None
-    alone = without_norm and "dy1" not in given and has_dy != ("dr" in given) and options.residual_scale == 1.0
-    if "residual" in sharing and alone and of["residual"] == (options.out_dtype if has_dy else options.residual_dtype):
-        sources["residual"] = "dy" if has_dy else "dr"
-        sharing.remove("residual")
-    wanted: dict[str, Any] = dict.fromkeys(Gradients._fields)
-    for shares in sharing:
-        if wanted["dz"] in (None, of[shares]):
-            wanted["dz"], sources[shares] = of[shares], "dz"
-    reached = dict.fromkeys(("weight", "bias"), has_dy) | dict.fromkeys(("weight1", "bias1"), "dy1" in given)
-    for name in needed:
-        if sources[name] in wanted and sources[name] != "dz" and reached.get(name, True):
-            wanted[f"d{name}"] = of[name]
-    return BackwardOptions(options, Gradients(**wanted)), sources
-
-
 def _operator_with_gradients(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-    fill, options = operators.decode(Inputs, Options, ints, floats)
-    inputs, options = fill(tensors), with_statistics(options)
-    run = lambda given: below_autograd(operators.norm_forward, *operators.encode(fill(given), options))  # noqa: E731
-    return present(FusedNorm.apply(Training(run, options, dtypes_of(inputs), learned_scales(inputs)), *tensors))
+    names, options = operators.decode(Inputs, Options, ints, floats)
 
+    def run_with(options: Options) -> Callable:
+        encoded = operators.encode(Inputs, names, options)
+        return lambda given: below_autograd(operators.norm_forward, list(given), *encoded)
 
-def with_statistics(options: Options) -> Options:
-    """What backward needs of each row is stored too."""
-    norm, branch_norm = Norm(options.norm), Norm(options.branch_norm)
-    return options._replace(statistics=norm.statistics, branch_statistics=branch_norm.statistics)
+    learned = [name for name, t in zip(names, tensors, strict=True) if name in ROWSCALES and t.requires_grad]
+    dtypes = fill(Inputs, names, [t.dtype for t in tensors])
+    return present(FusedNorm.apply(Training(run_with, options, dtypes, learned), *tensors))
 
 
 operators.register_autograd(operators.norm, operators.norm_forward, _operator_with_gradients)

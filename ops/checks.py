@@ -73,21 +73,8 @@ def check_buffers(
             raise ValueError(
                 f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
             )
-        if buffer.is_leaf and buffer.requires_grad:
-            raise ValueError(
-                f"{name}: {argument} is a leaf that requires a gradient and can't be overwritten; pass {argument}.detach()"
-            )
-    if out is not None and residual_out is not None and (out is residual_out or _overlap(out, residual_out)):
-        raise ValueError(
-            f"{name}: out and residual_out are the same tensor or share memory; they hold y and the residual stream, pass two"
-        )
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors share memory. Graph capture, whose tensors have none, is taken at its word."""
-    if torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor:
-        return False
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+    if out is not None and out is residual_out:
+        raise ValueError(f"{name}: out and residual_out are the same tensor; they hold y and the residual stream, pass two")
 
 
 def check_dropout_p(name: str, argument: str, p: float) -> None:
@@ -115,13 +102,6 @@ def check_size(name: str, argument: str, size: Any, least: int) -> None:
     whole = isinstance(size, int | Integral | torch.SymInt) and not isinstance(size, bool)
     if not whole or not least <= size < 2**63:
         raise ValueError(f"{name}: {argument} must be an int of {least} or more, got {size!r}")
-
-
-def as_device(name: str, device: Any) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: device must be a torch.device or its name, got {device!r}: {error}") from None
 
 
 def check_mask(name: str, p: float, seed: Tensor | int, stream: int, device: torch.device) -> None:

@@ -43,12 +43,8 @@ def dropout_mask(
     """
     if device is None:
         device = seed.device if isinstance(seed, Tensor) else "cpu"
-    device = checks.as_device("dropout_mask", device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.empty(0, device=device).device  # "cuda" has an index then
     checks.check_mask("dropout_mask", p, seed, stream, device)
-    checks.check_size("dropout_mask", "rows", rows, 0)
-    checks.check_size("dropout_mask", "cols", cols, 1)
     seed = seed_tensor(seed, device)
     if runs_kernels(device):
         return _dropout_mask(seed, rows, cols, p, stream)

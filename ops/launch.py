@@ -22,18 +22,13 @@ from .kernels.rows import Variant, Weights
 from .kernels.weight_gradients import WeightGradients, finish_weight_gradients_kernel
 from .philox import drop_threshold, keep_scale
 from .records import (
-    BackwardInputs,
     BackwardOptions,
-    Inputs,
     Options,
-    dtypes_of,
     empty_gradients,
     empty_outputs,
-    gradients_of,
     names_of,
     outputs_of,
     picker,
-    present,
     shapes_of,
 )
 from .reference import Norm
@@ -44,19 +39,13 @@ TRITON = triton_internals()
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def forward(inputs: Inputs, options: Options) -> list[Tensor]:
-    """The outputs that options ask for, in the order of Outputs."""
-    x = inputs.x
-    return forward_call(options, x.shape[-1], x.device, dtypes_of(inputs))(present(inputs))
-
-
 @lru_cache(maxsize=1024)
-def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) -> Callable[..., list[Tensor]]:
-    """`forward` of these options for rows of N, with all worked out that follows: a function of the inputs that are there.
+def forward_call(options: Options, N: int, device: torch.device, of: Any) -> Callable[..., list[Tensor]]:
+    """For rows of N, with all worked out that follows: a function of the inputs that are there, which returns the outputs that
+    options ask for, in the order of Outputs.
 
-    dtypes: of the inputs, None for an absent one.
+    of: Inputs, with dtypes in the place of tensors.
     """
-    of: Any = Inputs(*dtypes)
     rows = (of.x, of.residual, of.x1)
     weights = [getattr(of, name) for name in Weights._fields]
     work = Work(
@@ -73,38 +62,28 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
     numbers = (options.eps, *_dropout_numbers(options), tile.prefetch_programs, variant)
     start = Launcher(norm_forward_kernel, forward_kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None)
     rows_of_tile, drops = tile.rows, of.seed is not None
-    outputs = outputs_of(of, options)
-    pointers = picker(forward_kernels.Pointers._fields, [*names_of(of), *(output.name for output in outputs)])
+    outputs = outputs_of(names_of(of), options)
+    kinds = [*outputs.values()]
+    pointers = picker(forward_kernels.Pointers._fields, [*names_of(of), *outputs])
 
     def run(inputs: Sequence[Tensor], buffers: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """buffers: contiguous, for y and r; that for r may be the residual itself."""
         x = inputs[0]
         M = x.numel() // N
         if buffers is None:
-            written = empty_outputs(x, outputs, M, x.is_contiguous())
+            written = empty_outputs(x, kinds, M, x.is_contiguous())
         else:
-            written = [buffers[o.name] if o.name in buffers else empty_outputs(x, [o], M)[0] for o in outputs]
+            written = [buffers[name] if name in buffers else empty_outputs(x, [kind], M)[0] for name, kind in outputs.items()]
         start(-(-M // rows_of_tile), pointers((*inputs, *written, None)), inputs[-1] if drops else None, M, *numbers)
         return written
 
     return run
 
 
-def backward(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
-    """The gradients that options ask for, in the order of Gradients."""
-    r = inputs.r
-    return backward_call(options, r.shape[-1], r.device, dtypes_of(inputs))(present(inputs))
-
-
 @lru_cache(maxsize=1024)
-def backward_call(
-    call: BackwardOptions, N: int, device: torch.device, dtypes: tuple
-) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """`backward` of such a call for rows of N, with all worked out that follows: a function of the inputs that are there.
-
-    dtypes: of the inputs, None for an absent one.
-    """
-    of, (options, asked) = cast(Any, BackwardInputs(*dtypes)), call
+def backward_call(call: BackwardOptions, N: int, device: torch.device, of: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Like `forward_call`, of BackwardInputs; returns the gradients that are wanted, in the order of Gradients."""
+    options, asked = call
     norm, branch_norm = Norm(options.norm), Norm(options.branch_norm)
     wanted = Weights(*[getattr(asked, f"d{name}") is not None for name in Weights._fields])
     reads_r = norm != Norm.none or wanted.weight or wanted.weight1
@@ -142,8 +121,8 @@ def backward_call(
     numbers = (*_dropout_numbers(options), variant)
     finish_blocks, finish_numbers = sums * -(-N // block_n), (block_p, block_n, facts.since_sm_90)
     rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
-    names, gradients = names_of(of), gradients_of(call)
-    shapes, place_of_r, drops = shapes_of(gradients, names), names.index("r"), of.seed is not None
+    names, gradients = names_of(of), names_of(asked)
+    shapes, place_of_r, drops = shapes_of(asked, names), names.index("r"), of.seed is not None
     scratch_names = [name for name, used in (("partials", sums), ("scalar_partials", scalars), ("board", split)) if used]
     all_names = [*names, *gradients, *scratch_names]
     pointers, finish_pointers = (picker(record._fields, all_names) for record in (backward_kernels.Pointers, WeightGradients))
@@ -151,7 +130,7 @@ def backward_call(
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         r = inputs[place_of_r]
         M = r.numel() // N
-        written = empty_gradients(inputs, r, shapes)
+        written = empty_gradients(inputs, shapes, N)
         if M == 0:
             return [gradient.zero_() for gradient in written]  # those of weights have elements
         tiles = -(-M // rows_of_tile)
@@ -170,11 +149,9 @@ def backward_call(
             finish(finish_blocks, finish_pointers(tensors), groups, N, *finish_numbers)
         if scalars:
             found = scratch[1 if sums else 0].sum(0)
-            for name, gradient in zip(gradients, written, strict=True):
-                if name == "dscalars":
-                    gradient.copy_(found[: norm.scalars])
-                elif name == "dbranch_scalars":
-                    gradient.copy_(found[-branch_norm.scalars :])
+            for name, part in (("dscalars", found[: norm.scalars]), ("dbranch_scalars", found[-branch_norm.scalars :])):
+                if name in gradients:
+                    written[gradients.index(name)].copy_(part)
         return written
 
     return run
@@ -293,9 +270,3 @@ def device_facts(device: torch.device) -> Device:
         cooperative=torch.version.hip is None,
         since_sm_90=torch.version.hip is None and facts.major >= 9,
     )
-
-
-def forget() -> None:
-    """Drops the remembered launches; for tests, which change what they were made of."""
-    forward_call.cache_clear()
-    backward_call.cache_clear()

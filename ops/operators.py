@@ -24,14 +24,11 @@ from .records import (
     BackwardOptions,
     Inputs,
     Options,
-    Outputs,
+    dtypes_of,
     empty_gradients,
     empty_outputs,
-    gradients_of,
-    names_of,
+    fill,
     outputs_of,
-    picker,
-    present,
     shapes_of,
 )
 from .torch_state import below_autograd, has_tangents
@@ -85,19 +82,17 @@ SCHEMA = "(Tensor[] tensors, int[] options, float[] numbers) -> Tensor[]"
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)  # an option that is a dtype: its place here
 
 
-def encode(record: Any, options: Any) -> tuple[list[Tensor], list[int], list[float]]:
-    fields = sum([1 << i for i, t in enumerate(record) if t is not None])
+def encode(record: Any, names: Iterable[str], options: Any) -> tuple[list[int], list[float]]:
+    """The arguments behind the tensors, which are these fields of the record."""
     flat = [one for value in options for one in (value if isinstance(value, tuple) else (value,))]
     floats = [value for value in flat if isinstance(value, float)]
     others = [value for value in flat if not isinstance(value, float)]
     ints = [DTYPES.index(value) if value is None or isinstance(value, torch.dtype) else int(value) for value in others]
-    return present(record), [fields, *ints], floats
+    return [sum([1 << record._fields.index(name) for name in names]), *ints], floats
 
 
-def decode(
-    record: Any, options: Any, ints: Iterable[int], floats: Iterable[float]
-) -> tuple[Callable[[Iterable[Tensor]], Any], Any]:
-    """A function of the tensors that `encode` returned, which fills the record, and the options; given are their classes."""
+def decode(record: Any, options: Any, ints: Iterable[int], floats: Iterable[float]) -> tuple[list[str], Any]:
+    """The names and the options that `encode` was given; given are the classes of record and options."""
     fields, *rest = ints
     others, numbers = iter(rest), iter(floats)
 
@@ -106,34 +101,26 @@ def decode(
             return kind(*[value(field) for field in kind.__annotations__.values()])
         return next(numbers) if kind is float else kind(next(others)) if kind in (int, bool) else DTYPES[next(others)]
 
-    there = [name for i, name in enumerate(record._fields) if fields >> i & 1]
-    in_record = picker(record._fields, there)
-    return lambda tensors: record._make(in_record((*tensors, None))), value(options)
+    return [name for i, name in enumerate(record._fields) if fields >> i & 1], value(options)
 
 
-def record_operator(name: str, record: Any, options: Any, prepare: Callable, empty: Callable) -> Any:
+def record_operator(name: str, record: Any, options: Any, launch: str, empty: Callable) -> Any:
     """An operator on the tensors of a record and the fields of its options; returns the tensors that were asked for.
 
-    The first tensor that is there has rows as long as all others, and their device.
-
-    prepare: of options, length of a row, device and a record of dtypes: what computes, a function of the tensors that are there;
-    empty: of record and options, the outputs without data.
+    launch: the function of `launch` that makes the call; empty: of tensors, names and options, the results without computing.
     """
 
     @lru_cache(maxsize=1024)
-    def call(
-        ints: tuple, floats: tuple, width: int, device: torch.device, dtypes: tuple
-    ) -> Callable[[list[Tensor]], list[Tensor]]:
-        fill, given = decode(record, options, ints, floats)
-        return prepare(given, width, device, tuple(fill(dtypes)))
+    def call_of(ints: tuple, floats: tuple, N: int, device: torch.device, dtypes: tuple) -> Callable:
+        names, given = decode(record, options, ints, floats)
+        return getattr(launches(), launch)(given, N, device, fill(record, names, dtypes))
 
     def run(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-        first = tensors[0]
-        return call(tuple(ints), tuple(floats), first.shape[-1], first.device, tuple([t.dtype for t in tensors]))(tensors)
+        first = tensors[0]  # x, or a gradient that backward is given
+        return call_of(tuple(ints), tuple(floats), first.shape[-1], first.device, dtypes_of(tensors))(tensors)
 
     def fake(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-        fill, given = decode(record, options, ints, floats)
-        return empty(fill(tensors), given)
+        return empty(tensors, *decode(record, options, ints, floats))
 
     op = operator(name, SCHEMA, run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
@@ -150,32 +137,19 @@ def _one_by_one(op, info, in_dims, tensors, *rest):
     return outputs, [0] * len(outputs)
 
 
-def _forward_shapes(inputs: Inputs, options: Options) -> list[Tensor]:
-    x = inputs.x
-    return empty_outputs(x, outputs_of(inputs, options), x.numel() // x.shape[-1])
+def _forward_shapes(tensors: list[Tensor], names: list[str], options: Options) -> list[Tensor]:
+    x = tensors[0]
+    return empty_outputs(x, outputs_of(names, options).values(), x.numel() // x.shape[-1])
 
 
-def _backward_shapes(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
-    return empty_gradients(present(inputs), inputs.r, shapes_of(gradients_of(options), names_of(inputs)))
+def _backward_shapes(tensors: list[Tensor], names: list[str], options: BackwardOptions) -> list[Tensor]:
+    return empty_gradients(tensors, shapes_of(options.wanted, names), tensors[0].shape[-1])
 
 
 # Two operators that do the same: one that has autograd code in Python goes through the dispatcher twice at each call, whether
 # or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of `norm`
 # is registered at the end of autograd.py. It has `norm_forward` return the statistics too, which are for backward alone.
 norm, norm_forward = (
-    record_operator(name, Inputs, Options, lambda *call: launches().forward_call(*call), _forward_shapes)
-    for name in ("norm", "norm_forward")
+    record_operator(name, Inputs, Options, "forward_call", _forward_shapes) for name in ("norm", "norm_forward")
 )
-norm_backward = record_operator(
-    "norm_backward", BackwardInputs, BackwardOptions, lambda *call: launches().backward_call(*call), _backward_shapes
-)
-
-
-def norm_of(inputs: Inputs, options: Options) -> Outputs:
-    names = [output.name for output in outputs_of(inputs, options)]
-    return Outputs(**dict(zip(names, norm(*encode(inputs, options)), strict=True)))
-
-
-def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
-    """The gradients that options ask for, in the order of Gradients."""
-    return norm_backward(*encode(inputs, options))
+norm_backward = record_operator("norm_backward", BackwardInputs, BackwardOptions, "backward_call", _backward_shapes)

@@ -10,21 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import operators
-from .autograd import Training, learned_scales, with_statistics
-from .checks import (
-    KERNEL_DTYPES,
-    LAST_OF_X,
-    REFERENCE_DTYPES,
-    SHAPE_OF_X,
-    check_dropout_p,
-    check_eps,
-    check_flags,
-    check_input,
-    check_number,
-    check_operands,
-    function_name,
-)
+from . import checks, operators
+from .autograd import Training
+from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, SHAPE_OF_X, check_operands, function_name
 from .kernels import runs_kernels
 from .records import OPERANDS, ROWSCALES, SCALARS, WEIGHTS, Inputs, Options, Outputs, dtypes_of, names_of, outputs_of, picker
 from .reference import Norm
@@ -57,7 +45,7 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
     except TypeError:  # an option has no hash: the checks have more to say
         return Plan(operands, *request)
     if plan.kernels:
-        plan.prepare(Inputs._make((*operands, None)))
+        plan.prepare(operands)
     _plans[key] = plan
     while len(_plans) > MOST:
         _plans.popitem(last=False)
@@ -86,6 +74,8 @@ def _key(operands: tuple, request: tuple) -> tuple | None:
 
 class Plan:
     # Of eager calls on kernels, see `prepare`.
+    present: Callable[[tuple], tuple]  # of the fields of Inputs, those that are there
+    call: Callable[[Options], Callable]  # `launch.forward_call` of other options
     run: Callable[[tuple], tuple]  # of the inputs that are there, the fields of Outputs, without what backward needs
     trained: Training
 
@@ -105,7 +95,7 @@ class Plan:
         # Whether the call goes through the kernels; else through `reference`.
         self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
         dtypes = KERNEL_DTYPES if self.kernels else REFERENCE_DTYPES
-        check_input(name, x, dtypes)
+        checks.check_input(name, x, dtypes)
         check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
         check_operands(name, x, dtypes, (x.shape,), SHAPE_OF_X, residual=residual, x1=x1)
         for field, kind in (("scalars", norm), ("branch_scalars", branch_norm)):
@@ -121,10 +111,10 @@ class Plan:
             raise ValueError(
                 f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
             )
-        check_number(name, "residual_scale", residual_scale, "a finite number", lambda scale: abs(scale) < float("inf"))
-        check_dropout_p(name, "dropout_p", dropout_p)
-        check_eps(name, eps)
-        check_flags(
+        checks.check_number(name, "residual_scale", residual_scale, "a finite number", lambda scale: abs(scale) < float("inf"))
+        checks.check_dropout_p(name, "dropout_p", dropout_p)
+        checks.check_eps(name, eps)
+        checks.check_flags(
             name, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32,
             return_dropout_mask=return_dropout_mask, return_statistics=return_statistics,
         )  # fmt: skip
@@ -167,21 +157,21 @@ class Plan:
         # Backward normalises r again; where nothing was added it finds the same numbers in x.
         reads_r = norm != Norm.none or operands.weight is not None or operands.weight1 is not None
         self.training = self.inference._replace(store_residual=self.inference.store_residual or (adds and reads_r))
-        self.dtypes = (*dtypes_of(operands)[:-1], torch.int64 if drops else None)  # of Inputs
-        self.present = picker([*names_of(operands), *["seed"] * drops], Inputs._fields)  # the inputs that are there
+        self.names = [*names_of(operands), *["seed"] * drops]  # of the inputs that are there
 
-    def prepare(self, inputs: Inputs) -> None:
-        """For eager calls on kernels with such inputs."""
+    def prepare(self, operands: tuple) -> None:
+        """For eager calls on kernels with such operands."""
+        x, names = operands[0], self.names
+        self.present = picker(names, Inputs._fields)
+        learned = [
+            name for name, t in zip(OPERANDS, operands, strict=True) if name in ROWSCALES and name in names and t.requires_grad
+        ]
+        dtypes = Inputs._make((*dtypes_of(operands), torch.int64 if self.drops else None))
 
         def call(options: Options) -> Callable:
-            return operators.launches().forward_call(options, inputs.x.shape[-1], inputs.x.device, self.dtypes)
+            return operators.launches().forward_call(options, x.shape[-1], x.device, dtypes)
 
-        run, training = call(self.inference), with_statistics(self.training)
-        fields = picker(Outputs._fields, [output.name for output in outputs_of(inputs, self.inference)])
+        self.call, run = call, call(self.inference)
+        fields = picker(Outputs._fields, [*outputs_of(names, self.inference)])
         self.run = lambda tensors: fields((*run(tensors), None))
-        self.trained = Training(call(training), training, self.dtypes, learned_scales(inputs))
-
-
-def forget() -> None:
-    """Drops all plans; for tests."""
-    _plans.clear()
+        self.trained = Training(call, self.training, dtypes, learned)

@@ -3,7 +3,7 @@
 The operators take records flattened, in the order of their fields; `operators` makes the schemas from the annotations.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -117,7 +117,7 @@ def dtypes_of(record: Iterable[Tensor | None]) -> tuple[torch.dtype | None, ...]
     return tuple([None if t is None else t.dtype for t in record])
 
 
-# ---- records of which only the tensors that are there are handed on -------------------------------------------------------
+# ---- of a record, only the tensors that are there are handed on, and the names of their fields ----------------------------
 
 
 def present(record: Iterable[Tensor | None]) -> list[Tensor]:
@@ -127,6 +127,11 @@ def present(record: Iterable[Tensor | None]) -> list[Tensor]:
 def names_of(record: Any) -> list[str]:
     """The fields of a record that are not None."""
     return [name for name, value in zip(record._fields, record, strict=True) if value is not None]
+
+
+def fill(record: Any, names: Iterable[str], values: Iterable[Any]) -> Any:
+    """A record of this class with these fields; the others are None."""
+    return record(**dict.fromkeys(record._fields) | dict(zip(names, values, strict=True)))
 
 
 def picker(names: Sequence[str | None], among: Sequence[str]) -> Callable[[tuple], tuple]:
@@ -141,31 +146,27 @@ def picker(names: Sequence[str | None], among: Sequence[str]) -> Callable[[tuple
 # ---- what the kernels write ------------------------------------------------------------------------------------------------
 
 
-class Output(NamedTuple):
-    name: str  # of Outputs
-    dtype: torch.dtype
-    numbers: int | None = None  # of each row, flat; 0: one, in x's leading shape; None: as many as x has
+def outputs_of(inputs: Collection[str], options: Options) -> dict[str, tuple[torch.dtype, int | None]]:
+    """Of those that are written, in the order of Outputs, the dtype and how many numbers a row has: None is as many as x, 0 is
+    one, in x's leading shape, and more lie flat. inputs: the names of those that there are."""
+    y1, masks, fp32 = "weight1" in inputs or "bias1" in inputs, options.return_mask, torch.float32
+    asked = {
+        "y": (True, options.out_dtype, None),
+        "r": (options.store_residual, options.residual_dtype, None),
+        "y1": (y1, options.out_dtype, None),
+        "mask": (masks, torch.bool, None),
+        "mask1": (masks and "x1" in inputs, torch.bool, None),
+        "rms": (options.return_statistics, fp32, 0),
+        "peak": (options.return_statistics, fp32, 0),
+        "stats": (options.statistics, fp32, options.statistics),
+        "branch_stats": (options.branch_statistics, fp32, options.branch_statistics),
+    }
+    return {name: (dtype, numbers) for name, (is_asked, dtype, numbers) in asked.items() if is_asked}
 
 
-def outputs_of(inputs: Inputs, options: Options) -> list[Output]:
-    """Those that are written, in the order of Outputs. inputs: tensors or their dtypes, None where there is none."""
-    y1 = inputs.weight1 is not None or inputs.bias1 is not None
-    fp32, stats = torch.float32, (options.statistics, options.branch_statistics)
-    asked = [
-        (True, Output("y", options.out_dtype)),
-        (options.store_residual, Output("r", options.residual_dtype)),
-        (y1, Output("y1", options.out_dtype)),
-        (options.return_mask, Output("mask", torch.bool)),
-        (options.return_mask and inputs.x1 is not None, Output("mask1", torch.bool)),
-        (options.return_statistics, Output("rms", fp32, 0)),
-        (options.return_statistics, Output("peak", fp32, 0)),
-        (stats[0], Output("stats", fp32, stats[0])),
-        (stats[1], Output("branch_stats", fp32, stats[1])),
-    ]
-    return [output for is_asked, output in asked if is_asked]
-
-
-def empty_outputs(x: Tensor, outputs: Iterable[Output], rows: int, contiguous: bool = False) -> list[Tensor]:
+def empty_outputs(
+    x: Tensor, outputs: Iterable[tuple[torch.dtype, int | None]], rows: int, contiguous: bool = False
+) -> list[Tensor]:
     """contiguous: x is known to be, which makes it cheaper."""
     plain = x.dtype if contiguous else None
     return [
@@ -174,24 +175,20 @@ def empty_outputs(x: Tensor, outputs: Iterable[Output], rows: int, contiguous: b
         else torch.empty_like(x)
         if dtype is plain
         else _empty(x, dtype)
-        for _, dtype, numbers in outputs
+        for dtype, numbers in outputs
     ]
 
 
-def gradients_of(options: BackwardOptions) -> dict[str, torch.dtype]:
-    """The dtypes of those that are wanted, in the order of Gradients."""
-    return {name: dtype for name, dtype in options.wanted._asdict().items() if dtype is not None}
-
-
-def shapes_of(gradients: Mapping[str, torch.dtype], inputs: Sequence[str]) -> list[tuple[int | None, torch.dtype]]:
-    """Of each gradient, the place of the input with its shape, or None: (N,); and its dtype. inputs: their names."""
+def shapes_of(wanted: Gradients, inputs: Sequence[str]) -> list[tuple[int | None, torch.dtype]]:
+    """Of each gradient that is wanted, the place of the input with its shape, or None: (N,); and its dtype."""
     places = {name: inputs.index(like) for name, like in _SHAPED_LIKE.items() if like in inputs}
-    return [(places.get(name), dtype) for name, dtype in gradients.items()]
+    return [(places.get(name), getattr(wanted, name)) for name in names_of(wanted)]
 
 
-def empty_gradients(tensors: Sequence[Tensor], r: Tensor, shapes: Iterable[tuple[int | None, torch.dtype]]) -> list[Tensor]:
+def empty_gradients(tensors: Sequence[Tensor], shapes: Iterable[tuple[int | None, torch.dtype]], N: int) -> list[Tensor]:
     """shapes: of `shapes_of`, for inputs of which these are there."""
-    return [r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(tensors[like], dtype) for like, dtype in shapes]
+    first = tensors[0]
+    return [first.new_empty(N, dtype=dtype) if like is None else _empty(tensors[like], dtype) for like, dtype in shapes]
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:

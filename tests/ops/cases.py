@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import Norm, dropout, dropout_mask, norm_fn, operators, plan
+from ops import Norm, dropout, dropout_mask, launch, norm_fn, operators, plan
 from ops.philox import keep_scale
 from ops.reference import NORMS
 
@@ -131,15 +131,22 @@ def arguments(case: Case) -> dict:
     }  # fmt: skip
 
 
+def forget():
+    """Launches and plans are remembered with tiles, kernels and devices, which tests replace."""
+    plan._plans.clear()
+    launch.forward_call.cache_clear()
+    launch.backward_call.cache_clear()
+
+
 @contextmanager
 def reference_path():
     """Calls take the PyTorch reference, whatever the device."""
-    plan.forget()
+    forget()
     with ExitStack() as stack:
         for module in (dropout, plan):
             stack.enter_context(mock.patch.object(module, "runs_kernels", return_value=False))
         yield
-    plan.forget()
+    forget()
 
 
 def unfused(

@@ -3,9 +3,10 @@ import pytest
 import torch
 import triton.language as tl
 
-from ops import kernels, launch, plan
+from ops import kernels, launch
 from ops.kernels import exchange
 
+from .cases import forget
 from .tiles import TwiceIfSplit, fitted, read_at_once
 
 
@@ -15,14 +16,8 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def forget():
-    launch.forget()
-    plan.forget()
-
-
 @pytest.fixture(autouse=True)
 def fresh_launches():
-    """Launches are remembered with their tiles and kernels, which tests replace."""
     forget()
     yield
     forget()

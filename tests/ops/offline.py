@@ -31,9 +31,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import ops
-from ops import Norm, launch, plan, tiling
+from ops import Norm, launch, tiling
 
-from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, inputs, ours
+from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, forget, inputs, ours
 
 WIDTHS = [1000, 2304, 64, 4096, 12288, 32768]
 ALL_WIDTHS = [
@@ -163,8 +163,7 @@ def prepare() -> None:
 def compile_case(case: Case) -> list[dict]:
     """What compiling its launches found, in their order."""
     OfflineLauncher.found.clear()
-    launch.forget()
-    plan.forget()
+    forget()
     try:
         ours(inputs(case, torch.device("cpu")), case)
     except Exception as error:

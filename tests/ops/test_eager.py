@@ -18,14 +18,14 @@ import ops
 from ops import launch, layer_norm_fn, operators, plan, rms_norm_fn
 from ops.records import Inputs
 
-from .cases import BF16, Seen, equal, leaves, unaligned
+from .cases import BF16, Seen, equal, forget, leaves, unaligned
 
 
 @pytest.fixture
 def dispatched(monkeypatch):
     """A list that grows with every call that goes through the dispatcher."""
     seen = []
-    for name, function in {"forward": "norm_of", "backward": "norm_backward_of"}.items():
+    for name, function in {"forward": "norm", "backward": "norm_backward"}.items():
         run = getattr(operators, function)
         monkeypatch.setattr(operators, function, lambda *a, run=run, name=name, **k: (seen.append(name), run(*a, **k))[1])
     return seen
@@ -94,11 +94,9 @@ OTHERS = {
     "rows": lambda x, residual, w, b: (x[:2], residual[:2], w, b),
     "strides": lambda x, residual, w, b: (x, residual.mT.contiguous().mT, w, b),
     "requires_grad": lambda x, residual, w, b: (x, residual, w, b.detach()),
-    "class": lambda x, residual, w, b: (x, residual, torch.nn.Parameter(w), b),
     "given twice": lambda x, residual, w, b: (x, x, w, b),
     "less": lambda x, residual, w, b: (x, residual, w, None),
     "as many others": lambda x, residual, w, b: (x, residual, None, w),
-    "negative": lambda x, residual, w, b: (torch._neg_view(x), residual, w, b),
 }
 OPTIONS = [
     {"eps": 0.1}, {"prenorm": False}, {"dropout_p": 0.5, "seed": 3}, {"zero_centered_weight": True}, {"out_dtype": BF16},
@@ -119,10 +117,10 @@ def test_a_call_does_not_depend_on_the_calls_before(other, given):
     buffers = [options[name] for name in ("out", "residual_out") if name in options]
     for first, then in ((one, two), (two, one)):
         written = buffers if then is two else []
-        plan.forget(), launch.forget()
+        forget()
         expected = site(*then[0], **then[1])
         expected = [t.clone() for t in (*returned(expected), *written) if t is not None]
-        plan.forget(), launch.forget()
+        forget()
         site(*first[0], **first[1])
         for buffer in buffers:
             buffer.fill_(torch.nan)
@@ -200,29 +198,11 @@ def test_backward_by_its_upstream_gradients_and_by_those_that_are_wanted(given, 
         assert same_through_the_dispatcher(dispatched, step, given, wanted=wanted), wanted
 
 
-def test_a_graph_is_used_twice_and_a_site_twice_in_a_graph(given, dispatched):
-    def chain():
-        y, r = site(*site(*given), *given[2:])
-        loss = y.sin().sum() + r.cos().sum()
-        return [*torch.autograd.grad(loss, given, retain_graph=True), *torch.autograd.grad(loss, given)]
-
-    assert same_through_the_dispatcher(dispatched, chain) and equal(chain()[:4], chain()[4:])
-
-
 @pytest.mark.parametrize("bring", [torch.clone, unaligned, lambda t: torch.stack((t, t), -1)[..., 0]])
 def test_hooks_on_saved_tensors_may_bring_others(bring, given):
     expected = step(given)
     with saved_tensors_hooks(lambda t: t.detach(), bring):
         assert equal(step(given), expected)
-
-
-def test_unaligned_inputs_and_seeds_give_the_same_bits(given, dispatched):
-    seeds = torch.tensor([1, 2], device=given[0].device)
-    for seed in seeds:
-        aligned = step(given, dropout_p=0.5, seed=seed)
-        moved = [unaligned(t.detach()).requires_grad_() for t in given]
-        assert equal(step(moved, dropout_p=0.5, seed=seed), aligned)
-        assert same_through_the_dispatcher(dispatched, step, moved, dropout_p=0.5, seed=seed)
 
 
 def test_seeds_are_drawn_anew_and_follow_the_generator(given):

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 
 from ops import LayerNorm, RMSNorm, layer_norm_fn
 
-from .cases import BF16, FP32
-
 
 @pytest.mark.parametrize(("ours", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)])
 def test_a_module_is_one_of_torchs_with_its_parameters_and_checkpoints_interchange(ours, theirs, device):
@@ -39,10 +37,3 @@ def test_zero_centered_module_starts_as_the_identity_scale(device):
     x = torch.randn(4, 32, device=device)
     assert not module.weight.any()
     torch.testing.assert_close(module(x), F.rms_norm(x, (32,), eps=1e-5))
-
-
-def test_residual_in_fp32_widens_a_stream_that_nothing_is_added_to(device):
-    x = torch.randn(4, 32, device=device).to(BF16)
-    for module in (LayerNorm(32), RMSNorm(32)):
-        y, r = module.to(device)(x, prenorm=True, residual_in_fp32=True)
-        assert y.dtype == BF16 and r.dtype == FP32 and torch.equal(r, x.float())

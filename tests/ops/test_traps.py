@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import Norm, launch, layer_norm_fn, norm_fn, plan, rms_norm_fn
+from ops import Norm, launch, layer_norm_fn, norm_fn, rms_norm_fn
 from ops.records import BackwardInputs
 
-from .cases import BF16, FP32, leaves, shapes
+from .cases import BF16, FP32, forget, leaves, shapes
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -22,7 +22,7 @@ def test_bias1_without_bias_or_weight1(zero_centered, device):
 def recorded(monkeypatch):
     """The dtypes of the inputs, and the options, of each backward from now on."""
     calls, original = [], launch.backward_call
-    plan.forget()  # plans keep what they have called before
+    forget()  # plans keep what they have called before
     monkeypatch.setattr(
         launch,
         "backward_call",

@@ -1,6 +1,6 @@
 """The time and memory of training steps, measured by CUDA events, or by a clock that is read after a synchronise."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -25,9 +25,9 @@ class StepClock:
     the steps. The first `warmup` steps (compilation, allocator, caches) are not counted.
     """
 
-    def __init__(self, device: torch.device, warmup: int = 3) -> None:
+    def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = perf_counter) -> None:
         self.warmup = warmup
-        self._device = device
+        self._device, self._now = device, now
         self._seen = 0  # steps that are over, warm-up included
         self._marks: list[tuple[Any, Any]] = []  # begin and end of steps whose times are not read yet
         self._steps_ms: list[float] = []
@@ -96,4 +96,4 @@ class StepClock:
             return event
         if self._device.type != "cpu":  # work is queued on every accelerator
             torch.accelerator.synchronize(self._device)
-        return perf_counter()
+        return self._now()

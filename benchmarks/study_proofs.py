@@ -59,7 +59,7 @@ def half_frozen(model: GPT) -> None:
 
 
 def shifted(results: Sequence[Result], by: float) -> list[Result]:
-    return [replace(run, evaluated=[(step, loss + by) for step, loss in run.evaluated]) for run in results]
+    return [replace(run, evaluated=[[step, loss + by] for step, loss in run.evaluated]) for run in results]
 
 
 def drawn(study: Study, runs: Sequence[Result], by: float) -> Report:

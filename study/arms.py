@@ -78,9 +78,8 @@ def study_of(arguments: Sequence[str]) -> Study:
     named = [text for text in arguments if text.startswith("study=")]
     given = [text for text in arguments if text not in named]
     found = _read(named[-1].partition("=")[2]) if named else {}
-    own = {one.get_key_element() for one in configs.parse(given)}
-    shared = [text for text in found.get("arguments", []) if configs.parse([text])[0].get_key_element() not in own]
-    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*shared, *given])}
+    # of a key that comes twice, the last
+    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*found.get("arguments", []), *given])}
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
     swept = {one.get_key_element() for one in configs.parse(list(parsed.values())) if one.is_sweep_override()}
     arms = {}

@@ -45,6 +45,11 @@ def test_runs_are_laid_over_one_another_in_the_unit_and_by_what_is_asked_for(tmp
     assert drawn["norm.impl=fused"] == [(10240, 2.0), (20480, 1.5), (30720, 1.0)]
 
 
+def test_the_first_losses_do_not_flatten_the_rest():
+    low, high = plot.limits([(0, 11.0), (1, 10.0), *((step, 3.0) for step in range(2, 40))], [(39, 2.5)])
+    assert 2.4 < low < 2.5 and 3.0 < high < 3.1
+
+
 def test_the_legend_has_what_differs_and_folders_where_that_does_not_tell(tmp_path):
     given = {"a": [], "b": ["optim.clip_norm=0"], "c": ["optim.clip_norm=0"]}
     a, b, c = (read_run(run(tmp_path / name, "seed=3", f"logging.name={name}", *more)) for name, more in given.items())

@@ -27,19 +27,20 @@ import yaml
 import configs
 from configs import ConfigError, command_line, machine
 from data import load_corpus
-from measure import program
+from measure import program, tables
 from measure.environment import environment
 from measure.progress import progress
-from study import analysis, report, tracking
+from study import report, tracking
+from study.analysis import analyse
 from study.arms import FOLDER, Study, study_of
 from study.runs import train_all
 from training.interrupt import show
 from training.step import MixedPrecision
-from training.storage import claim, locked, relative, replace_text
+from training.storage import as_storage_errors, claim, locked, relative, replace_text
 
 
-def compare(study: Study, folder: Path, command: str) -> analysis.Report:
-    """Makes the runs that the folder lacks, and writes the report.
+def compare(study: Study, folder: Path, command: str) -> None:
+    """Makes the runs that the folder lacks, and reports on all.
 
     Raises:
         ConfigError: the data or a model refuse what the config asks for, or the folder has another study.
@@ -51,12 +52,15 @@ def compare(study: Study, folder: Path, command: str) -> analysis.Report:
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-    with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:
-        found = train_all(study, precision, corpus, folder / "runs.jsonl", analysis.best_rate, bar.update)
-    facts = {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1), "command": command}
-    made = analysis.analyse(study, found)
-    report.write(made, study, found, environment(precision.device) | facts, folder)
-    return made
+    with as_storage_errors(folder):
+        with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:
+            found = train_all(study, precision, corpus, folder / "runs.jsonl", bar.update)
+        facts = {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1), "command": command}
+        made = analyse(study, found)
+        report.write(made, study, found, environment(precision.device) | facts, folder)
+    show(tables.aligned(*report.table(made)))
+    show(f"report: {relative(folder)}/report.md")
+    show(f"W&B: {tracking.log(study, made, found, folder)}")
 
 
 def keep_facts(study: Study, folder: Path) -> None:
@@ -80,10 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = Path(study.cfg.folder or f"runs/{command_line.now()}_compare")
         folder = wanted if study.cfg.resume == "auto" and (wanted / "study.json").is_file() else claim(wanted)
         with locked(folder):
-            made = compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
-            show(report.summary(made))
-            show(f"report: {relative(folder)}/report.md")
-            show(f"W&B: {tracking.log(study, made, folder)}")
+            compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
         return 0
 
     def stopped() -> str:
@@ -94,11 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def help_text() -> str:
     studies = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
-    listed = "\n".join(f"  study={name:<20} {' '.join(str(one.get('claim', '')).split())}" for name, one in studies.items())
-    others = "All others are those of `python train.py --help`."
-    return (
-        f"{__doc__}\nKeys of its own, with their defaults:\n\n{program.own_keys('compare')}\nStudies:\n\n{listed}\n\n{others}"
-    )
+    listed = "\n".join(f"  study={name:<20} {' '.join(one['claim'].split())}" for name, one in studies.items())
+    keys = f"Keys of its own, with their defaults:\n\n{program.own_keys('compare')}"
+    return f"{__doc__}\n{keys}\nStudies:\n\n{listed}\n\nAll others are those of `python train.py --help`."
 
 
 if __name__ == "__main__":

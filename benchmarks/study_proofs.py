@@ -30,7 +30,7 @@ from measure.statistics import Interval
 from measure.tables import NOTHING, compact_markdown, interval_text
 from model import GPT
 from model.norm import NormSite
-from study.analysis import ArmReport, Report, analyse, best_rate
+from study.analysis import ArmReport, Report, analyse
 from study.arms import Arm, Study, study_of
 from study.runs import AGAIN, Found, Result, train_all
 from training.step import MixedPrecision
@@ -59,7 +59,7 @@ def half_frozen(model: GPT) -> None:
 
 
 def shifted(results: Sequence[Result], by: float) -> list[Result]:
-    return [replace(run, evaluated=[(step, loss + by) for step, loss in run.evaluated]) for run in results]
+    return [replace(run, evaluated=[[step, loss + by] for step, loss in run.evaluated]) for run in results]
 
 
 def drawn(study: Study, runs: Sequence[Result], by: float) -> Report:
@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     precision = MixedPrecision.of(arm.cfg.train.precision, machine.inspect(arm.cfg.device))
     corpus = load_corpus(arm.cfg.data, arm.cfg.tokenizer, context=arm.cfg.model.context)
     with tempfile.TemporaryDirectory() as folder, progress(2 * len(equal.seeds) + 4 * SEEDS, "study_proofs", "run") as bar:
-        runs = train_all(equal, precision, corpus, Path(folder) / "equal.jsonl", best_rate, bar.update).results
-        found = train_all(known, precision, corpus, Path(folder) / "known.jsonl", best_rate, bar.update)
+        runs = train_all(equal, precision, corpus, Path(folder) / "equal.jsonl", bar.update).results
+        found = train_all(known, precision, corpus, Path(folder) / "known.jsonl", bar.update)
     results.add(records_of(known, runs, found, studies))
     print(markdown({"records": results.finish()}))
 

@@ -1,10 +1,10 @@
 """The time and memory of training steps, measured by CUDA events, or by a clock that is read after a synchronise."""
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean, median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ class StepClock:
     the steps. The first `warmup` steps (compilation, allocator, caches) are not counted.
     """
 
-    def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = perf_counter) -> None:
         self.warmup = warmup
         self._device, self._now = device, now
         self._seen = 0  # steps that are over, warm-up included
         self._marks: list[tuple[Any, Any]] = []  # begin and end of steps whose times are not read yet
         self._steps_ms: list[float] = []
         self._window = 0  # where the current window begins in _steps_ms
-        self._peak_gb: float | None = None  # of the steps before the last pause
+        self._peak_gb = 0.0  # of the steps before the last pause
         self._forget_peak()  # of earlier runs in this process
 
     @contextmanager
@@ -48,7 +48,7 @@ class StepClock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The time and memory of the block belong to no step. It can't be inside a step."""
-        self._peak_gb = self.peak_gb
+        self._peak_gb = self.peak_gb or 0.0
         try:
             yield
         finally:
@@ -58,12 +58,12 @@ class StepClock:
         """The steps since the last call. None: there were only warm-up steps. Synchronises."""
         times = self.steps_ms[self._window :]
         self._window = len(self._steps_ms)
-        return Window(statistics.median(times), statistics.fmean(times)) if times else None
+        return Window(median(times), fmean(times)) if times else None
 
     @property
     def median_ms(self) -> float | None:
         """Median of all steps after warm-up."""
-        return statistics.median(self.steps_ms) if self.steps_ms else None
+        return median(self.steps_ms) if self.steps_ms else None
 
     @property
     def steps_ms(self) -> list[float]:
@@ -82,7 +82,7 @@ class StepClock:
         """The most memory that a step used so far, warm-up included, in GiB. None: the device is not CUDA."""
         if self._device.type != "cuda":
             return None
-        return max(self._peak_gb or 0.0, torch.cuda.max_memory_allocated(self._device) / 2**30)
+        return max(self._peak_gb, torch.cuda.max_memory_allocated(self._device) / 2**30)
 
     def _forget_peak(self) -> None:
         if self._device.type == "cuda":

@@ -17,6 +17,15 @@ __all__ = ["pyplot", "ticker"]  # beside what is defined here
 
 INK, GREY, EDGE = "#111827", "#6b7280", "#374151"
 DPI = 130
+pyplot.rcParams |= {
+    "figure.dpi": DPI, "figure.constrained_layout.use": True, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.axisbelow": True, "grid.color": GREY, "grid.alpha": 0.2, "xtick.labelsize": 8, "ytick.labelsize": 8,
+    "legend.frameon": False, "legend.fontsize": 8,
+}  # fmt: skip
+# Lines that have no colour of their own. Colours differ in lightness too.
+COLOURS = (INK, "#c2410c", "#2563eb", "#0f8a6d", "#b58900", "#7c3aed", "#8b8b8b", "#db2777")
+MARKERS = "os^DvPX*"
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)))
 # Implementations of a norm. Colours differ in lightness too; marker and dash tell lines apart where colour does not.
 ARMS: dict[str, dict[str, Any]] = {
     "fused": {"color": INK, "marker": "o", "linestyle": "-", "linewidth": 2.6, "zorder": 5},
@@ -47,28 +56,35 @@ GROUP_FILLS: dict[str, tuple[str, str]] = {
 }
 
 
+def look(number: int) -> dict[str, Any]:
+    """The style of a line by its number. The dash is another one after the last colour."""
+    turn, at = divmod(number, len(COLOURS))
+    return {"color": COLOURS[at], "marker": MARKERS[at], "linestyle": DASHES[turn % len(DASHES)], "markersize": 4}
+
+
 def bare(axes: Any, grid: str = "both") -> None:
-    """A faint grid ("x", "y", "both" or none) behind the data, and no frame at the top and the right."""
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8)
+    """A faint grid ("x", "y", "both" or none) behind the data, and no labels between the powers of a logarithmic axis."""
     if grid:
-        axes.grid(axis=grid, color=GREY, alpha=0.2, linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis=grid)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def legend_below(figure: Any, entries: Mapping[str, Any]) -> None:
     """One legend for all panels, in as few lines as the picture is wide enough for."""
     for columns in range(len(entries), 0, -1):
-        legend = figure.legend(
-            entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
-        )
+        legend = figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
         if columns == 1 or legend.get_window_extent().width < figure.bbox.width:
             return
         legend.remove()
 
 
 def finish(figure: Any, title: str, footer: str, path: Path) -> None:
-    """Writes a picture with its title, and card, versions and revision small beneath it."""
+    """Writes a picture in the format of the file's suffix, with its title, and the footer small beneath it; closes it.
+
+    Raises:
+        OSError: it can't be written.
+    """
     letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
     figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=10, fontweight="bold")
     if footer:
@@ -79,11 +95,6 @@ def finish(figure: Any, title: str, footer: str, path: Path) -> None:
 
 
 def save_figure(figure: Any, to: Path) -> None:
-    """Writes a figure in the format of the file's suffix, and closes it.
-
-    Raises:
-        OSError: it can't be written.
-    """
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, format=to.suffix.lstrip(".") or None)
     pyplot.close(figure)

@@ -81,14 +81,14 @@ def memory_orders(arms: int, cycles: int, seed: int) -> list[tuple[int, ...]]:
     return [counted[-1], *counted]
 
 
-def block_length(warm_up_ms: Sequence[Sequence[float]]) -> int:
-    """Steps of a block, from the warm-up steps of each arm: a quarter of a second of the slowest arm's.
+def block_length(warm_up_ms: Sequence[Sequence[float]], block_ms: float = BLOCK_MS) -> int:
+    """Steps of a block, from the warm-up steps of each arm: those of the slowest arm then last `block_ms`.
 
     Five steps of a model that waits for its host end after 25 ms, and show the noise of the host. The fastest warm-up step of
     an arm is one that did not compile.
     """
     slowest = max(min(steps) for steps in warm_up_ms)
-    return min(max(math.ceil(BLOCK_MS / slowest), LEAST_STEPS), MOST_STEPS)
+    return min(max(math.ceil(block_ms / slowest), LEAST_STEPS), MOST_STEPS)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Tables, numbers and words of reports, for a terminal and for Markdown."""
 
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -13,14 +14,20 @@ NOTHING = "–"  # where a table has no figure
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A table for a terminal: the first `left` columns are flush left, the others flush right."""
-    return _table(header, rows, "plain", ["left" if i < left else "right" for i in range(len(header))])
+    return _table(header, list(rows), "plain", lambda column: column < left)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose source is aligned too, since a pager shows the source. Columns of numbers are flush right."""
     rows = list(rows)
-    words = [i == 0 or not any(_is_numeric(row[i]) for row in rows) for i in range(len(header))]
-    return _table(header, rows, "pipe", ["left" if is_words else "right" for is_words in words])
+    numeric = re.compile(rf"[\d−{NOTHING}]")
+    return _table(header, rows, "pipe", lambda column: column == 0 or not any(numeric.match(row[column]) for row in rows))
+
+
+def _table(header: Sequence[str], rows: list[Sequence[str]], style: str, is_left: Callable[[int], bool]) -> str:
+    # Without rows tabulate knows no columns to align. Cells are formatted already; it would format a number anew.
+    align = ["left" if is_left(column) else "right" for column in range(len(header))] if rows else None
+    return tabulate(rows, list(header), tablefmt=style, colalign=align, disable_numparse=True)
 
 
 def compact_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -29,23 +36,14 @@ def compact_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> st
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], style: str, align: Sequence[str]) -> str:
-    rows = list(rows)
-    # Cells are formatted already; tabulate would format a number anew. Without rows it knows no columns to align.
-    return tabulate(rows, list(header), tablefmt=style, colalign=list(align) if rows else None, disable_numparse=True)
-
-
-def _is_numeric(entry: str) -> bool:
-    return entry[:1].isdigit() or entry[:1] in ("−", NOTHING)
-
-
 def section(title: str, body: str) -> str:
     return f"## {title}\n\n{body}" if body else ""
 
 
 def environment(facts: dict[str, Any]) -> str:
     """All known facts, a line each, in the order in which they were noted."""
-    known = [(name, fact(value)) for name, value in flat(facts).items() if value is not None]
+    words = {True: "yes", False: "no"}
+    known = [(name, words[of] if isinstance(of, bool) else str(of)) for name, of in flat(facts).items() if of is not None]
     return "```\n" + tabulate(known, tablefmt="plain", disable_numparse=True) + "\n```"
 
 
@@ -63,19 +61,15 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def fact(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def number(ms: float) -> str:
     """Four or five digits: 131.70, 12.31, 1.234."""
     return f"{ms:.1f}" if ms >= 1000 else f"{ms:.2f}" if ms >= 10 else f"{ms:.3f}"
 
 
-def interval_text(interval: Interval, digits: int = 3) -> str:
+def interval_text(interval: Interval | None, digits: int = 3) -> str:
     """1.000 (0.999 to 1.001), never −0.000."""
+    if interval is None:
+        return NOTHING
     median, low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (interval.median, interval.low, interval.high))
     return f"{median} ({low} to {high})".replace("-", "−")
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -79,46 +80,43 @@ def time_calls(
         move_outputs: put the outputs of all contenders elsewhere in memory for each round.
         of_host: time the host, which launches without waiting, and not the device.
     """
-    timer = _GraphTimer(device) if device.type == "cuda" and not of_host else _ClockTimer(device)
+    timer = _Timer(device, graphs=device.type == "cuda" and not of_host)
     outcomes = {contender.name: Outcome() for contender in contenders}
-    befores = {contender.name: contender.before for contender in contenders}
     # Calls are held until the end: a graph of backward reads what forward, outside it, has saved.
     held: dict[str, Sequence[Call]] = {}
-    passes: dict[str, Any] = {}  # over all sets of inputs
-    try:
-        for contender in contenders:
-            try:
-                held[contender.name], passes[contender.name] = _warmed(contender, timer)
-                outcomes[contender.name].waits = isinstance(passes[contender.name], Waiting)
-            except Exception as error:  # a library's failure is a result, not the end of the sweep
-                outcomes[contender.name].error = describe(error)
-        repeats = {name: max(1, math.ceil(round_ms / max(timer.time_ms(one, 1), 1e-6))) for name, one in passes.items()}
-        order, draw = list(passes), random.Random(0)
-        for round_ in range(-1, rounds):  # one round before the first brings clocks and caches to where they stay
-            if move_outputs:
-                last = passes  # held until the new ones have memory, which is then another
-                with timer.elsewhere(draw.randrange(1, 64)):
-                    passes = {name: timer.captured(held[name]) for name in order}
-                timer.release(last)
-            draw.shuffle(order)
-            for name in order:
-                if (before := befores[name]) is not None:
-                    before()
-                elapsed = timer.time_ms(passes[name], repeats[name])
-                if round_ >= 0:
-                    outcomes[name].us.append(1000 * elapsed / (repeats[name] * len(held[name])))
-    finally:
-        timer.release(passes)
+    passes: dict[str, Call] = {}  # over all sets of inputs
+    for contender in contenders:
+        outcome = outcomes[contender.name]
+        try:
+            held[contender.name], passes[contender.name], outcome.waits = _warmed(contender, timer)
+        except Exception as error:  # a library's failure is a result, not the end of the sweep
+            outcome.error = describe(error)
+    repeats = {name: max(1, math.ceil(round_ms / max(timer.time_ms(one, 1), 1e-6))) for name, one in passes.items()}
+    order, draw = [contender for contender in contenders if contender.name in passes], random.Random(0)
+    for round_ in range(-1, rounds):  # one round before the first brings clocks and caches to where they stay
+        if move_outputs:
+            last = passes  # held until the new ones have memory, which is then another
+            with timer.elsewhere(draw.randrange(1, 64)):
+                passes = {one.name: timer.captured(held[one.name])[0] for one in order}
+            del last
+        draw.shuffle(order)
+        for contender in order:
+            name = contender.name
+            if contender.before is not None:
+                contender.before()
+            elapsed = timer.time_ms(passes[name], repeats[name])
+            if round_ >= 0:
+                outcomes[name].us.append(1000 * elapsed / (repeats[name] * len(held[name])))
     return outcomes
 
 
-def _warmed(contender: Contender, timer: Any) -> tuple[Sequence[Call], Any]:
+def _warmed(contender: Contender, timer: "_Timer") -> tuple[Sequence[Call], Call, bool]:
     """Its calls, and what the timer captured of them. A function of its own, so that after a failure nothing holds on to the
     contender's tensors."""
     calls = contender.build()
     for call in (calls[0], *calls):  # compiles and tunes; a second call of the same, because some libraries tune then
         call()
-    return calls, timer.captured(calls)
+    return calls, *timer.captured(calls)
 
 
 def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 15) -> float:
@@ -130,7 +128,7 @@ def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 1
         Contender("copy", lambda: [lambda: y.copy_(x)]),
     ]
     outcomes = time_calls(contenders, device, rounds=rounds, round_ms=5.0)
-    best = min(sorted(outcome.us)[len(outcome.us) // 2] for outcome in outcomes.values())
+    best = min(median(outcome.us) for outcome in outcomes.values())
     return 2 * x.nbytes / best / 1000
 
 
@@ -164,49 +162,35 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-class _ClockTimer:
-    """Times the calls themselves."""
+class _Timer:
+    """Times CUDA graphs of the calls by events, or the calls themselves by a clock."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def elsewhere(self, blocks: int) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def captured(self, calls: Sequence[Call]) -> Any:
-        return calls
-
-    def time_ms(self, calls: Sequence[Call], repeats: int) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # else the queue of earlier launches may be full
-        began = time.perf_counter()
-        for _ in range(repeats):
-            for call in calls:
-                call()
-        return 1000 * (time.perf_counter() - began)
-
-    def release(self, passes: dict[str, Any]) -> None:
-        passes.clear()
-
-
-class _GraphTimer(_ClockTimer):
-    """Times CUDA graphs of the calls."""
-
-    _pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
+    def __init__(self, device: torch.device, graphs: bool) -> None:
+        self.device, self.graphs = device, graphs
+        self._pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
 
     @contextmanager
     def elsewhere(self, blocks: int) -> Iterator[None]:
         """What is captured meanwhile gets new memory, behind so many blocks of 12 MiB that nobody uses."""
-        torch.cuda.empty_cache()
-        self._pool = None
-        # In small blocks, because a large one would leave the gap in which the outputs were before the last.
-        taken = [torch.empty(6 << 21, dtype=torch.uint8, device=self.device) for _ in range(blocks)]
+        taken = []
+        if self.graphs:
+            torch.cuda.empty_cache()
+            self._pool = None
+            # In small blocks, because a large one would leave the gap in which the outputs were before the last.
+            taken = [torch.empty(6 << 21, dtype=torch.uint8, device=self.device) for _ in range(blocks)]
         yield
         del taken
 
-    def captured(self, calls: Sequence[Call]) -> "torch.cuda.CUDAGraph | Waiting":
-        if waits_for_device(calls[0]):
-            return Waiting(calls)
+    def captured(self, calls: Sequence[Call]) -> tuple[Call, bool]:
+        """All calls in one, and whether each waits for the device, so that no graph can hold them."""
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        waits = self.graphs and waits_for_device(calls[0])
+        if waits or not self.graphs:
+            return run, waits
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream(self.device)):
@@ -215,35 +199,23 @@ class _GraphTimer(_ClockTimer):
         self._pool = self._pool or graph.pool()
         graph.replay()
         torch.cuda.synchronize(self.device)
-        return graph
+        return graph.replay, False
 
-    def time_ms(self, graph: "torch.cuda.CUDAGraph | Waiting", repeats: int) -> float:  # type: ignore[override]
+    def time_ms(self, run: Call, repeats: int) -> float:
+        if not self.graphs:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # else the queue of earlier launches may be full
+            began = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            return 1000 * (time.perf_counter() - began)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(repeats):
-            graph.replay()
+            run()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end)
-
-    def release(self, passes: dict[str, Any]) -> None:
-        for graph in passes.values():
-            graph.reset()
-        super().release(passes)
-
-
-class Waiting:
-    """Calls in the place of their graph."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.calls = calls
-
-    def replay(self) -> None:
-        for call in self.calls:
-            call()
-
-    def reset(self) -> None:
-        """There is nothing to free."""
 
 
 def waits_for_device(call: Call) -> bool:

@@ -8,8 +8,8 @@ import numpy as np
 from scipy import stats
 
 from measure.comparison import AGAIN as TORCH_AGAIN
-from measure.comparison import TORCH, compare_blocks
-from measure.statistics import Interval, mean_interval
+from measure.comparison import TORCH, cycle_times
+from measure.statistics import Interval, mean_interval, paired_ratio
 from study.arms import Arm, Study
 from study.runs import AGAIN, Found, Result
 from study.timing import BASELINE
@@ -56,20 +56,20 @@ class Report:
 
 def analyse(study: Study, found: Found) -> Report:
     baseline, names = study.baseline.name, [arm.name for arm in study.arms]
-    best = {name: at_rate(found, name, best_rate(found, name)) for name in names}
+    best = {name: found.at(name, found.best_rate(name)) for name in names}
     base = best[baseline]
-    again = unpaired([counted(run) for run in found.of(baseline + AGAIN)], [counted(run) for run in base])
+    again = unpaired(found.of(baseline + AGAIN), base)
     prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
     reached = steps_at_equal_time(prices, study.cfg.train.steps)
     at_equal_time = {name: [loss_at(run, step) for run in best[name]] for name, step in reached.items()}
     made = []
     for name, runs in best.items():
-        difference = paired([counted(run) for run in runs], [counted(run) for run in base])
+        difference = paired([run.counted for run in runs], [run.counted for run in base])
         made.append(
             ArmReport(
                 name=name,
                 rate=runs[0].rate,
-                last=mean_interval([counted(run) for run in runs]),
+                last=mean_interval([run.counted for run in runs]),
                 best=mean_interval([run.best for run in runs]),
                 difference=difference,
                 best_difference=paired([run.best for run in runs], [run.best for run in base]),
@@ -86,32 +86,18 @@ def analyse(study: Study, found: Found) -> Report:
     return Report(made, baseline, again, len(found.results))
 
 
-def best_rate(found: Found, arm: str) -> float:
-    """The rate with the lowest mean of last losses over seeds."""
-    rates = dict.fromkeys(run.rate for run in found.of(arm))
-    return min(rates, key=lambda rate: fmean(counted(run) for run in at_rate(found, arm, rate)))
-
-
-def at_rate(found: Found, arm: str, rate: float) -> list[Result]:
-    return sorted((run for run in found.of(arm) if run.rate == rate), key=lambda run: run.seed)
-
-
-def counted(run: Result) -> float:
-    """The last loss, also that of a run that was stopped; at most the loss before training, which stands for NaN too."""
-    return min(run.last, run.initial) if math.isfinite(run.last) else run.initial
-
-
 def paired(first: list[float], second: list[float]) -> Interval:
     """The mean of the differences of two lists in the order of seeds, with Student's 95 % interval."""
     return mean_interval(np.subtract(first, second))
 
 
-def unpaired(first: list[float], second: list[float]) -> Interval:
-    """The difference of the means of two samples of one distribution, with Student's 95 % interval."""
-    mean = fmean(first) - fmean(second)
-    if len(first) == 1:
+def unpaired(again: list[Result], base: list[Result]) -> Interval:
+    """The difference of the mean last losses of one model with other seeds, with Student's 95 % interval."""
+    losses = [[run.counted for run in runs] for runs in (again, base)]
+    mean = fmean(losses[0]) - fmean(losses[1])
+    if len(again) == 1:
         return Interval(mean, mean, mean)
-    found = stats.ttest_ind(first, second).confidence_interval()
+    found = stats.ttest_ind(*losses).confidence_interval()
     return Interval(mean, float(found.low), float(found.high))
 
 
@@ -131,7 +117,7 @@ def reach(again: Interval) -> float:
 
 def sensitivity(found: Found, arm: str, seed: int) -> float:
     """Wortsman et al., arXiv:2309.14322: the mean over rates of min(loss, initial loss) − the lowest loss of any rate."""
-    losses = [counted(run) for run in found.of(arm) if run.seed == seed]
+    losses = [run.counted for run in found.of(arm) if run.seed == seed]
     return fmean(losses) - min(losses)
 
 
@@ -140,7 +126,7 @@ def sensitivity(found: Found, arm: str, seed: int) -> float:
 
 def speedup(runs: list[Result], base: list[Result]) -> Interval | None:
     """The geometric mean over seeds of `saved`. None without losses between first and last, or if a run learned nothing."""
-    if any(len(run.evaluated) < 3 or counted(run) == run.initial for run in (*runs, *base)):
+    if any(len(run.evaluated) < 3 or run.counted == run.initial for run in (*runs, *base)):
         return None
     logs = mean_interval([math.log(saved(a, b)) for a, b in zip(runs, base, strict=True)])
     return Interval(*(math.exp(x) for x in (logs.median, logs.low, logs.high)))
@@ -148,7 +134,7 @@ def speedup(runs: list[Result], base: list[Result]) -> Interval | None:
 
 def saved(arm: Result, base: Result) -> float:
     """How many times fewer steps the arm takes than the baseline to a loss that both reach: the higher of the two last ones."""
-    target = max(counted(arm), counted(base))
+    target = max(arm.counted, base.counted)
     return steps_to(base, target) / steps_to(arm, target)
 
 
@@ -169,21 +155,20 @@ def price(found: Found, arm: Arm, baseline: str) -> Price:
     def ratio(numerator: str, denominator: str) -> Interval | None:
         if not {numerator, denominator} <= blocks.keys():
             return None
-        return compare_blocks(*([[ms] for ms in blocks[name]] for name in (numerator, denominator))).speedup
+        return paired_ratio(*(cycle_times([[ms] for ms in blocks[name]]) for name in (numerator, denominator)))
 
     return Price(
         ms={name: median(of) for name, of in blocks.items() if name != BASELINE},
         over_torch=ratio(TORCH, own) if own != TORCH else None,
         again=ratio(TORCH, TORCH_AGAIN),
-        of_baseline=ratio(own, BASELINE) if arm.name != baseline else Interval(1.0, 1.0, 1.0) if blocks else None,
+        of_baseline=ratio(own, own if arm.name == baseline else BASELINE),
     )
 
 
 def steps_at_equal_time(prices: dict[str, Price], steps: int) -> dict[str, float]:
     """How many steps each arm makes while the fastest one makes all of them; empty where an arm has no time."""
     times = {name: of.of_baseline.median for name, of in prices.items() if of.of_baseline is not None}
-    fastest = min(times.values(), default=math.nan)
-    return {name: steps * fastest / time for name, time in times.items()} if len(times) == len(prices) else {}
+    return {name: steps * min(times.values()) / time for name, time in times.items()} if len(times) == len(prices) else {}
 
 
 def loss_at(run: Result, step: float) -> float:

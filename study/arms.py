@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,34 +78,32 @@ def study_of(arguments: Sequence[str]) -> Study:
     named = [text for text in arguments if text.startswith("study=")]
     given = [text for text in arguments if text not in named]
     found = _read(named[-1].partition("=")[2]) if named else {}
-    own = {one.get_key_element() for one in configs.parse(given)}
-    shared = [text for text in found.get("arguments", []) if configs.parse([text])[0].get_key_element() not in own]
-    parsed = {one.get_key_element(): one for one in configs.parse([*shared, *given])}
-    if taken := [key for key in parsed if key.startswith("hydra.") or (key == "folder" and parsed[key].is_sweep_override())]:
-        raise ConfigError(f"{taken[0]}: a study has one folder. Use folder=PATH.")
-    rates, seeds = (_values(parsed.pop(key, None), key) for key in (RATE, SEED))
-    overrides = [str(one.input_line) for one in parsed.values()]
-    swept = {key for key, one in parsed.items() if one.is_sweep_override()}
+    # of a key that comes twice, the last
+    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*found.get("arguments", []), *given])}
+    rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
+    swept = {one.get_key_element() for one in configs.parse(list(parsed.values())) if one.is_sweep_override()}
     arms = {}
     for name, more in (found.get("arms") or {"": []}).items():
-        for job in configs.jobs([*overrides, *more]):
+        for job in configs.jobs([*parsed.values(), *more]):
             label = " ".join([*([name] if name else []), *(text for text in job if text.partition("=")[0] in swept)])
-            if label in arms:
-                raise ConfigError(f"{label or 'an arm'} comes twice. Leave one.")
             arms[label or "this configuration"] = configs.compose_only(job)
-    return _checked([Arm(name, cfg) for name, cfg in arms.items()], rates, seeds, found)
+    words = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
+    first = next(iter(arms.values()))
+    made = [Arm(name, cfg) for name, cfg in arms.items()]
+    return _checked(Study(made, rates or [first.optim.lr], seeds or [first.seed], words))
 
 
-def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[str, Any]) -> Study:
-    first = arms[0].cfg
-    rates, seeds = rates or [first.optim.lr], seeds or [first.seed]
-    if len(set(rates)) < len(rates) or len(set(seeds)) < len(seeds):
-        raise ConfigError("optim.lr or seed: a value comes twice. Leave one.")
-    on = machine.inspect(first.device)
-    for arm in arms:
-        cfg = arm.cfg
-        for rate in rates:
-            rules.check(arm.at(rate, seeds[0]), on)
+def _values(key: str, override: str | None) -> list[Any]:
+    """The values of an override, each once; none without an override."""
+    texts = [text for job in configs.jobs([override]) for text in job] if override else []
+    return list(dict.fromkeys(attrgetter(key)(configs.from_dict({}, [text])) for text in texts))
+
+
+def _checked(study: Study) -> Study:
+    on = machine.inspect(study.cfg.device)
+    for arm, rate, seed in product(study.arms, study.rates, study.seeds):
+        rules.check(arm.at(rate, seed), on)
+    for cfg in (arm.cfg for arm in study.arms):
         graphs = cfg.train.compile and cfg.train.compile_mode in CUDA_GRAPHS
         if graphs or cfg.train.precision is Precision.fp16 or cfg.parallel is not Parallel.auto or cfg.profile:
             raise ConfigError(
@@ -117,35 +117,23 @@ def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[st
                 "more, of which an interval can be made."
             )
         cfg.logging = with_defaults(cfg.logging)[0]
-    names = [arm.name for arm in arms]
-    if (wanted := first.compare.baseline) is not None and wanted not in names:
-        near = keys.did_you_mean(wanted, names)
+    names, wanted = [arm.name for arm in study.arms], study.cfg.compare.baseline
+    if wanted not in (None, *names):
+        near = keys.did_you_mean(str(wanted), names)
         raise ConfigError(f"compare.baseline={wanted}: no such arm.{near} Arms: {', '.join(names)}.")
-    if first.resume not in ("never", "auto"):
-        raise ConfigError(f"resume={first.resume}: a study goes on with folder=PATH resume=auto and the same arguments.")
-    return Study(arms, rates, seeds, {name: " ".join(str(found[name]).split()) for name in WORDS if name in found})
-
-
-def _values(one: Any, key: str) -> list[Any]:
-    """The values of an override, as numbers; none where there is no override."""
-    if one is None:
-        return []
-    texts = list(one.sweep_string_iterator()) if one.is_sweep_override() else [str(one.value())]
-    try:
-        return [float(text) if key == RATE else int(text) for text in texts]
-    except ValueError:
-        raise ConfigError(f"{one.input_line}: {key} takes numbers: {key}={'1e-3,3e-3' if key == RATE else '1,2,3'}.") from None
+    if study.cfg.resume not in ("never", "auto"):
+        raise ConfigError(f"resume={study.cfg.resume}: a study goes on with folder=PATH resume=auto and the same arguments.")
+    return study
 
 
 def _read(name: str) -> dict[str, Any]:
     """A study of configs/study/ by its name, or of any file by its path."""
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
-    known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     if not path.is_file():
+        known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
         near = keys.did_you_mean(name, known)
         raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    takes = {*WORDS, "arguments", "arms"}
-    if not isinstance(found, dict) or set(found) - takes:
-        raise ConfigError(f"study={name}: takes {', '.join(sorted(takes))}, got {', '.join(found or [])}.")
+    found, takes = yaml.safe_load(path.read_text(encoding="utf-8")), (*WORDS, "arguments", "arms")
+    if not isinstance(found, dict) or set(found) - set(takes):
+        raise ConfigError(f"study={name}: takes {', '.join(takes)}, got {', '.join(found or [])}.")
     return found

@@ -7,10 +7,9 @@ from there. The graph counts the steps itself. On a CPU the same function is cal
 The optimizer's state has to be tensors that begin as zeros, on a GPU there: those of AdamW and Muon are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,17 +40,17 @@ class Engine:
     """
 
     def __init__(self, cfg: Config, precision: MixedPrecision, corpus: Corpus, fill: Fill = lambda model: None) -> None:
-        self.cfg, self.precision = cfg, precision
+        self.cfg, self.precision, self.corpus, self.fill = cfg, precision, corpus, fill
         device, train = precision.device, cfg.train
         self.model, state, self.forward = build(cfg, precision, corpus.tokenizer.vocab_size, fill=fill)
         self.optimizer, self.on_gpu = state.optimizer, device.type == "cuda"
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.draws = bool(cfg.model.dropout or cfg.model.attention_dropout or cfg.model.drop_path)
 
         self.windows = torch.zeros(train.steps, train.batch_size, cfg.model.context + 1, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(train.steps, train.accumulation, self.model.dropout_sites, dtype=torch.int64, device=device)
         self.rates = torch.zeros(train.steps, dtype=torch.float32 if self.on_gpu else torch.float64, device=device)
         self.losses, self.grad_norms = (torch.zeros(train.steps, device=device) for _ in range(2))
+        self.initial: list[Tensor] = []  # weights of the seed
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step
         self.step = 0  # the same for the host
         for group in self.optimizer.param_groups:
@@ -59,44 +58,52 @@ class Engine:
 
         batch = train.batch_size // train.accumulation
         windows = ValidationWindows(corpus.val.tokens, context=cfg.model.context, batch_size=batch, batches=cfg.eval.batches)
-        self.val = [tuple(part.to(device) for part in pair) for pair in windows]
-        full = [torch.stack(pair) for pair in self.val if len(pair[0]) == batch]
-        self.val_full = torch.stack(full) if full else None  # [batches, 2, rows, context]
-        self.val_at, self.val_total = torch.zeros_like(self.at), torch.zeros((), device=device)
+        self.val = [torch.stack(pair).to(device) for pair in windows]  # each [2, rows, context]; the last may have fewer rows
+        self.val_batch, self.val_total = self.val[0].clone(), torch.zeros((), device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._val_graph: torch.cuda.CUDAGraph | None = None
         if self.on_gpu:
-            self._graph, self._val_graph = self._captured()
+            self._graph = self._captured(self._train)
+            self.model.eval()
+            self._val_graph = self._captured(lambda: self._validate(self.val_batch))
+            self.model.train()
 
     # ---- a run -----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self, cfg: Config, initial: Sequence[Tensor], windows: Tensor) -> None:
-        """Makes this the run of cfg, before its first step.
-
-        Args:
-            initial: from `initial_values`.
-            windows: from `windows_of`.
-        """
-        self.cfg = cfg
-        self.windows.copy_(windows)
+    def begin(self, cfg: Config) -> None:
+        """Makes this the run of cfg, before its first step."""
         steps, micro_batches, sites = self.seeds.shape
-        self.rates.copy_(torch.tensor([learning_rate(step, steps, cfg.optim) for step in range(steps)], dtype=torch.float64))
-        if self.draws:
+        if cfg.seed != self.cfg.seed or not self.initial:
+            self.initial = self._initial_values(cfg)
+            self.windows.copy_(windows_of(cfg, self.corpus))
             drawn = [seed_micro_batch(cfg.seed, step, part, 0, sites, self.precision.device)
                      for step in range(steps) for part in range(micro_batches)]  # fmt: skip
             self.seeds.copy_(torch.stack(drawn).view_as(self.seeds))
-        self.restart(initial)
+        self.rates.copy_(torch.tensor([learning_rate(step, steps, cfg.optim) for step in range(steps)], dtype=torch.float64))
+        self.cfg = cfg
+        self.restart()
 
     @torch.no_grad()
-    def restart(self, initial: Sequence[Tensor]) -> None:
+    def restart(self) -> None:
         """Back to before the first step of the run."""
-        torch._foreach_copy_(list(self.model.parameters()), list(initial))
+        torch._foreach_copy_(list(self.model.parameters()), self.initial)
         for state in self.optimizer.state.values():
             for value in state.values():  # a graph holds the addresses
                 value.zero_()
         self.at.zero_()
         self.step = 0
+
+    def _initial_values(self, cfg: Config) -> list[Tensor]:
+        """The weights that `train.py` begins with, and what `fill` makes of them."""
+
+        def filled(model: GPT) -> None:
+            if cfg.init_from:
+                export.load(model, cfg.init_from, self.corpus.tokenizer)
+            self.fill(model)
+
+        model = build(cfg, self.precision, self.corpus.tokenizer.vocab_size, fill=filled).model
+        return [parameter.detach() for parameter in model.parameters()]
 
     def advance(self, steps: int) -> None:
         """Takes training steps. On a GPU it returns before they are done."""
@@ -104,8 +111,8 @@ class Engine:
             if self._graph is None:
                 self._train()
             else:
-                if self.draws:  # a graph reads the generator's seed when it is replayed
-                    seed_micro_batch(self.cfg.seed, self.step, 0, 0, self.seeds.shape[2], self.precision.device)
+                # a graph reads the generator's seed when it is replayed
+                seed_micro_batch(self.cfg.seed, self.step, 0, 0, self.seeds.shape[2], self.precision.device)
                 self._graph.replay()
             self.step += 1
 
@@ -114,19 +121,15 @@ class Engine:
         """The mean validation loss, as `training.metrics.evaluate` computes it; of at most so many batches."""
         self.model.eval()
         self.val_total.zero_()
-        self.val_at.zero_()
         val = self.val[:most]
-        full = min(0 if self.val_full is None else len(self.val_full), len(val))
-        for _ in range(full):
-            if self._val_graph is None:
-                self._validate()
+        for batch in val:
+            if self._val_graph is None or batch.shape != self.val_batch.shape:
+                self._validate(batch)
             else:
+                self.val_batch.copy_(batch)
                 self._val_graph.replay()
-        for inputs, targets in val[full:]:
-            with self.precision.autocast():
-                self.val_total += self.model(inputs, targets) * targets.numel()
         self.model.train()
-        return self.val_total.item() / sum(targets.numel() for _, targets in val)
+        return self.val_total.item() / sum(batch[1].numel() for batch in val)
 
     # ---- what is captured ------------------------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros_like(self.val_total)
         for part, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-            if self.draws and not self.on_gpu:
+            if not self.on_gpu:
                 seed_micro_batch(self.cfg.seed, self.step, part, 0, self.seeds.shape[2], self.precision.device)
             with self.precision.autocast():
                 loss = self.forward(x, y, seeds=seeds[part])
@@ -155,61 +158,32 @@ class Engine:
         self.at += 1
 
     @torch.no_grad()
-    def _validate(self) -> None:
-        assert self.val_full is not None
-        inputs, targets = self.val_full.index_select(0, self.val_at)[0].unbind()
+    def _validate(self, batch: Tensor) -> None:
+        inputs, targets = batch
         with self.precision.autocast():
             self.val_total += self.model(inputs, targets) * targets.numel()
-        self.val_at += 1
 
-    def _captured(self) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph | None]:
-        """Graphs of a training step and of a validation batch."""
-
-        def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):
-                    step()
-                    self.at.zero_()
-                    self.val_at.zero_()
-            torch.cuda.synchronize()
-            try:
-                with torch.cuda.graph(graph, stream=stream):
-                    step()
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                remedy = "`python train.py -m` with the same keys makes the runs without a graph."
-                raise ConfigError(f"this step can't be captured in a CUDA graph: {describe(error)}. {remedy}") from error
-            return graph
-
-        train = capture(self._train)
-        if self.val_full is None:
-            return train, None
-        self.model.eval()
-        val = capture(self._validate)
-        self.model.train()
-        return train, val
+    def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                step()
+                self.at.zero_()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            remedy = "`python train.py -m` with the same keys makes the runs without a graph."
+            raise ConfigError(f"this step can't be captured in a CUDA graph: {describe(error)}. {remedy}") from error
+        return graph
 
 
-def initial_values(cfg: Config, precision: MixedPrecision, corpus: Corpus, fill: Fill = lambda model: None) -> list[Tensor]:
-    """The weights that `train.py` begins with, and what `fill` makes of them."""
-
-    def filled(model: GPT) -> None:
-        if cfg.init_from:
-            export.load(model, cfg.init_from, corpus.tokenizer)
-        fill(model)
-
-    model = build(cfg, precision, corpus.tokenizer.vocab_size, fill=filled).model
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def windows_of(cfg: Config, corpus: Corpus, device: torch.device) -> Tensor:
+def windows_of(cfg: Config, corpus: Corpus) -> Tensor:
     """All batches of a run: int32 [steps, rows, context + 1]."""
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     pairs = (batches[step] for step in range(cfg.train.steps))
-    found = [
-        np.concatenate([inputs, targets[:, -1:]], axis=1, dtype=np.int32, casting="same_kind") for inputs, targets in pairs
-    ]
-    return torch.from_numpy(np.stack(found)).to(device)
+    return torch.stack([torch.cat([inputs, targets[:, -1:]], dim=1).int() for inputs, targets in pairs])

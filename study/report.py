@@ -11,18 +11,16 @@ from measure.comparison import AGAIN as TORCH_AGAIN
 from measure.statistics import Interval
 from measure.tables import NOTHING, interval_text, number
 from study import plots
-from study.analysis import ArmReport, Report, at_rate, reach
-from study.arms import Study
+from study.analysis import ArmReport, Report, reach
+from study.arms import Arm, Study
 from study.runs import Found
 from training.storage import replace_text
 
-HEADER = ["arm", "best rate", "last loss", "− baseline (95 %)", "different", "steps saved", "sensitivity", "diverged"]
-
-Table = tuple[list[str], list[list[str]]]
+Row = dict[str, str]  # cells by the heading of their column
 
 
 def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folder: Path) -> None:
-    """Raises StorageError: a file can't be written."""
+    """Raises StorageError or OSError: a file can't be written."""
     footer = tables.machine(facts)
     plots.rates(study, found, made, folder / "rates.png", footer)
     pictures = "![loss against learning rate](rates.png)"
@@ -33,15 +31,14 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         *(tables.wrapped(f"{name.capitalize()}: {text}") for name, text in study.words.items()),
         tables.wrapped(words(made, study)),
         pictures,
-        tables.markdown(HEADER, rows(made)),
-        tables.section("Best checkpoint", tables.markdown(*_best(made))),
-        *([tables.section("Time", tables.markdown(*_times(made)))] if found.times else []),
-        tables.section("All runs", tables.markdown(*_runs(study, found))),
+        tables.markdown(*table(made)),
+        tables.section("Best checkpoint", _markdown([_best(made, arm) for arm in made.arms])),
+        *([tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]))] if found.times else []),
+        tables.section("All runs", _markdown([_runs(study, found, arm) for arm in study.arms])),
         tables.section("Environment", tables.environment(facts)),
     ]
     replace_text(folder / "report.md", "\n\n".join(parts) + "\n")
-    results = [asdict(run) for run in found.results]
-    data = {"report": asdict(made), "environment": facts, "results": results, "times": found.times}
+    data = {"report": asdict(made), "environment": facts, **asdict(found)}
     replace_text(folder / "report.json", json.dumps(data, indent=1) + "\n")
 
 
@@ -76,60 +73,61 @@ def _finding(arm: ArmReport) -> str:
     return f"{said}; {arm.diverged_at_best} runs at its best rate diverged" if arm.diverged_at_best else said
 
 
-def rows(made: Report) -> list[list[str]]:
-    """Of the main table, a line for each arm."""
-    return [
-        [
-            arm.name,
-            f"{arm.rate:g}",
-            f"{arm.last.median:.4f}",
-            _against_baseline(made, arm, arm.difference),
-            NOTHING if arm.name == made.baseline else "yes" if arm.different else "no",
-            _against_baseline(made, arm, arm.speedup, 2),
-            interval_text(arm.sensitivity),
-            f"{arm.diverged:.0%}",
-        ]
-        for arm in made.arms
-    ]
+def table(made: Report) -> tuple[list[str], list[list[str]]]:
+    """The main table: its header, and a line for each arm."""
+    found = [_main(made, arm) for arm in made.arms]
+    return list(found[0]), [list(row.values()) for row in found]
 
 
-def summary(made: Report) -> str:
-    """For the terminal."""
-    return tables.aligned(HEADER, rows(made))
+def _markdown(rows: list[Row]) -> str:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return tables.markdown(columns, [[row.get(column, NOTHING) for column in columns] for row in rows])
 
 
-def _best(made: Report) -> Table:
-    lines = [[arm.name, f"{arm.best.median:.4f}", _against_baseline(made, arm, arm.best_difference)] for arm in made.arms]
-    return ["arm", "best loss", "− baseline (95 %)"], lines
+def _main(made: Report, arm: ArmReport) -> Row:
+    return {
+        "arm": arm.name,
+        "best rate": f"{arm.rate:g}",
+        "last loss": f"{arm.last.median:.4f}",
+        "− baseline (95 %)": _against_baseline(made, arm, arm.difference),
+        "different": NOTHING if arm.name == made.baseline else "yes" if arm.different else "no",
+        "steps saved": _against_baseline(made, arm, arm.speedup, 2),
+        "sensitivity": interval_text(arm.sensitivity),
+        "diverged": f"{arm.diverged:.0%}",
+    }
 
 
-def _times(made: Report) -> Table:
-    """Step times of each arm, with PyTorch's norms too, and what is learned in the same time."""
-    impls = list(dict.fromkeys(impl for arm in made.arms for impl in arm.price.ms if impl != TORCH_AGAIN))
-    lines = []
-    for arm in made.arms:
-        price = arm.price
-        cells = [number(price.ms[impl]) if impl in price.ms else NOTHING for impl in impls]
-        cells += [interval_text(ratio) if ratio else NOTHING for ratio in (price.over_torch, price.again)]
-        cells += [_against_baseline(made, arm, price.of_baseline, 3)]
-        cells += [f"{arm.equal_time.median:.4f}" if arm.equal_time else NOTHING]
-        lines.append([arm.name, *cells, _against_baseline(made, arm, arm.equal_time_difference)])
-    ratios = ["torch / own (95 %)", "A/A (95 %)", "× the baseline's (95 %)"]
-    return ["arm", *(f"{impl}, ms" for impl in impls), *ratios, "loss at equal GPU time", "− baseline (95 %)"], lines
+def _best(made: Report, arm: ArmReport) -> Row:
+    difference = _against_baseline(made, arm, arm.best_difference)
+    return {"arm": arm.name, "best loss": f"{arm.best.median:.4f}", "− baseline (95 %)": difference}
+
+
+def _time(made: Report, arm: ArmReport) -> Row:
+    """Step times, with PyTorch's norms too, and what is learned in the same time."""
+    return {
+        "arm": arm.name,
+        **{f"{impl}, ms": number(ms) for impl, ms in arm.price.ms.items() if impl != TORCH_AGAIN},
+        "torch / own (95 %)": interval_text(arm.price.over_torch),
+        "A/A (95 %)": interval_text(arm.price.again),
+        "× the baseline's (95 %)": _against_baseline(made, arm, arm.price.of_baseline, 3),
+        "loss at equal GPU time": f"{arm.equal_time.median:.4f}" if arm.equal_time else NOTHING,
+        "− baseline (95 %)": _against_baseline(made, arm, arm.equal_time_difference),
+    }
 
 
 def _against_baseline(made: Report, arm: ArmReport, interval: Interval | None, digits: int = 4) -> str:
-    if arm.name == made.baseline:
-        return "baseline"
-    return interval_text(interval, digits) if interval else NOTHING
+    return "baseline" if arm.name == made.baseline else interval_text(interval, digits)
 
 
-def _runs(study: Study, found: Found) -> Table:
+def _runs(study: Study, found: Found, arm: Arm) -> Row:
     """The last loss of every run, and the spikes and gradient norms of the arm."""
-    lines = []
-    for arm in study.arms:
-        runs = [at_rate(found, arm.name, rate) for rate in study.rates]
-        cells = [" / ".join(f"{run.last:.3f}" + "*" * bool(run.over) for run in of) for of in runs]
-        flat = found.of(arm.name)
-        lines.append([arm.name, *cells, str(sum(run.spikes for run in flat)), f"{fmean(run.grad_norm for run in flat):.2f}"])
-    return ["arm (* stopped early)", *(f"{rate:g}" for rate in study.rates), "spikes", "gradient norm"], lines
+    runs = found.of(arm.name)
+    return {
+        "arm (* stopped early)": arm.name,
+        **{
+            f"{rate:g}": " / ".join(f"{run.last:.3f}" + "*" * bool(run.over) for run in found.at(arm.name, rate))
+            for rate in study.rates
+        },
+        "spikes": str(sum(run.spikes for run in runs)),
+        "gradient norm": f"{fmean(run.grad_norm for run in runs):.2f}",
+    }

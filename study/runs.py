@@ -11,16 +11,17 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from configs import ConfigError
 from data import Corpus
 from measure.timing import free_memory
 from study.arms import Arm, Study
-from study.engine import Engine, initial_values, windows_of
+from study.engine import Engine
 from study.probes import probe, spikes
 from study.timing import block_times, cycles_of
 from training.step import MixedPrecision
@@ -35,7 +36,7 @@ class Result:
     arm: str
     rate: float
     seed: int
-    evaluated: list[tuple[int, float]]  # step and validation loss; step 0 is before training
+    evaluated: list[list[Any]]  # step and validation loss; step 0 is before training
     over: str = ""  # why the run was stopped
     grad_norm: float = math.nan  # median over the steps
     spikes: int = 0
@@ -53,6 +54,11 @@ class Result:
     def initial(self) -> float:
         return self.evaluated[0][1]
 
+    @property
+    def counted(self) -> float:
+        """The last loss, also that of a run that was stopped; at most the loss before training, which stands for NaN too."""
+        return min(self.initial, self.last)  # of a number and NaN the first
+
 
 @dataclass
 class Found:
@@ -64,20 +70,29 @@ class Found:
     def of(self, arm: str) -> list[Result]:
         return [result for result in self.results if result.arm == arm]
 
+    def at(self, arm: str, rate: float) -> list[Result]:
+        """In the order of seeds."""
+        return sorted((run for run in self.of(arm) if run.rate == rate), key=lambda run: run.seed)
+
+    def best_rate(self, arm: str) -> float:
+        """The rate with the lowest mean of last losses over seeds."""
+        rates = dict.fromkeys(run.rate for run in self.of(arm))
+        return min(rates, key=lambda rate: fmean(run.counted for run in self.at(arm, rate)))
+
     def add(self, line: dict[str, Any]) -> None:
         if "times" in line:
             self.times[line["arm"]] = line["times"]
         else:
-            self.results.append(Result(**line | {"evaluated": [(step, loss) for step, loss in line["evaluated"]]}))
+            self.results.append(Result(**line))
 
 
 def read(path: Path) -> Found:
     """The lines of a study. A last line that was cut short is removed from the file."""
     found = Found()
     if path.is_file():
-        whole, _, cut = path.read_bytes().rpartition(b"\n")
-        if cut:
-            os.truncate(path, len(whole) + (1 if whole else 0))
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        os.truncate(path, len(whole))
         for line in whole.decode().splitlines():
             found.add(json.loads(line))
     return found
@@ -92,56 +107,39 @@ def keep(path: Path, found: Found, line: dict[str, Any]) -> None:
 
 
 def train_all(
-    study: Study,
-    precision: MixedPrecision,
-    corpus: Corpus,
-    path: Path,
-    best_rate: Callable[[Found, str], float],
-    done: Callable[[], object],
+    study: Study, precision: MixedPrecision, corpus: Corpus, path: Path, done: Callable[[], object] = lambda: None
 ) -> Found:
     """Makes the runs that `path` lacks.
 
+    The A/A runs are the baseline's at its best rate, with as many other seeds.
+
     Args:
-        best_rate: of an arm; the A/A runs are the baseline's at this rate, with as many other seeds.
         done: called after each run.
     """
     found, cycles = read(path), cycles_of(study.cfg, precision.device)
-    batches: dict[int, torch.Tensor] = {}
 
-    def runs_of(arm: Arm, name: str, rates: list[float], seeds: list[int]) -> None:
-        had = {(result.rate, result.seed) for result in found.of(name)}
-        left = [(seed, rate) for seed in seeds for rate in sorted(rates) if (rate, seed) not in had]
-        for _ in range(len(rates) * len(seeds) - len(left)):
+    def runs_of(arm: Arm, name: str, rates: list[float], seeds: list[int], cycles: int) -> None:
+        had = {(result.seed, result.rate) for result in found.of(name)}
+        for _ in had:
             done()
-        untimed = cycles > 0 and name not in found.times and not name.endswith(AGAIN)
+        left = [pair for pair in product(seeds, sorted(rates)) if pair not in had]
+        untimed = cycles > 0 and name not in found.times
         if not left and not untimed:
             return
         free_memory(precision.device)
         engine = Engine(arm.at(rates[0], seeds[0]), precision, corpus, arm.fill)
-        initial: dict[int, list[torch.Tensor]] = {}
         for seed, rate in left:
-            cfg = arm.at(rate, seed)
-            if seed not in initial:
-                initial = {seed: initial_values(cfg, precision, corpus, arm.fill)}
-            if batches.get(seed, torch.empty(0)).shape != engine.windows.shape:
-                batches[seed] = windows_of(cfg, corpus, precision.device)
-            engine.begin(cfg, initial[seed], batches[seed])
+            engine.begin(arm.at(rate, seed))
             keep(path, found, asdict(_run(engine, name, found.of(name))))
             done()
         if untimed:
-            try:
-                times = block_times(arm, study.baseline, engine, cycles, precision, corpus)
-            except torch.OutOfMemoryError as error:
-                raise ConfigError(
-                    f"compare.timing_cycles={cycles}: the step times of {name} need four models at once, too many for "
-                    "this GPU. The runs are kept: go on without times with folder=PATH resume=auto compare.timing_cycles=0."
-                ) from error
+            times = block_times(arm, study.baseline, engine, cycles, precision, corpus)
             keep(path, found, {"arm": name, "times": times})
 
     for arm in study.arms:
-        runs_of(arm, arm.name, study.rates, study.seeds)
+        runs_of(arm, arm.name, study.rates, study.seeds, cycles)
     others = [max(study.seeds) + 1 + i for i in range(len(study.seeds))]
-    runs_of(study.baseline, study.baseline.name + AGAIN, [best_rate(found, study.baseline.name)], others)
+    runs_of(study.baseline, study.baseline.name + AGAIN, [found.best_rate(study.baseline.name)], others, cycles=0)
     return found
 
 
@@ -151,7 +149,7 @@ def _run(engine: Engine, name: str, others: list[Result]) -> Result:
     every = cfg.eval.every or total
     look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
     # Before training all windows tell the same, and the whole validation set takes as long as a hundred steps of a small model.
-    result = Result(name, cfg.optim.lr, cfg.seed, [(0, engine.evaluate(most=1))])
+    result = Result(name, cfg.optim.lr, cfg.seed, [[0, engine.evaluate(most=1)]])
     stops = sorted({*range(every, total, every), *(range(look, total, look) if look else ()), total})
     for stop in stops:
         engine.advance(stop - engine.step)
@@ -159,7 +157,7 @@ def _run(engine: Engine, name: str, others: list[Result]) -> Result:
         if look and (stop % look == 0 or stop == total):
             result.probes.append({"step": stop, **probe(engine)})
         if stop % every == 0 or stop == total:
-            result.evaluated.append((stop, engine.evaluate()))
+            result.evaluated.append([stop, engine.evaluate()])
             result.over = over(result, losses, total, others, cfg.compare.diverged)
         if result.over:
             break

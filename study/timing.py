@@ -7,7 +7,6 @@ the same run; its first step is not counted.
 """
 
 import copy
-import math
 from statistics import median
 
 import torch
@@ -17,10 +16,10 @@ from configs.schema import NormImpl
 from data import Corpus
 from measure.clock import StepClock
 from measure.comparison import AGAIN, TORCH
-from measure.schedule import LEAD_IN, LEAST_STEPS, MOST_STEPS, run_blocks
+from measure.schedule import LEAD_IN, LEAST_STEPS, block_length, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from study.arms import Arm
-from study.engine import Engine, initial_values, windows_of
+from study.engine import Engine
 from training.step import MixedPrecision
 
 BASELINE = "baseline"  # the contender; the others are named after their norm.impl
@@ -48,21 +47,19 @@ def block_times(
     if arm.name != baseline.name:
         plan[BASELINE] = (baseline.at(engine.cfg.optim.lr, engine.cfg.seed), baseline)
     engines: dict[str, Engine] = {}
-    initial = {}
     for name, (cfg, of) in plan.items():
-        engines[name] = engine if not engines else Engine(cfg, precision, corpus, of.fill)
-        initial[name] = initial_values(cfg, precision, corpus, of.fill)
-        engines[name].begin(cfg, initial[name], windows_of(cfg, corpus, precision.device))
+        engines[name] = Engine(cfg, precision, corpus, of.fill) if engines else engine
+        engines[name].begin(cfg)
 
     def steps_ms(name: str, steps: int) -> list[float]:
-        one, clock = engines[name], StepClock(precision.device, warmup=LEAD_IN)
-        one.restart(initial[name])
+        engine, clock = engines[name], StepClock(precision.device, warmup=LEAD_IN)
+        engine.restart()
         for _ in range(LEAD_IN + steps):
             with clock.step():
-                one.advance(1)
+                engine.advance(1)
         return clock.steps_ms
 
-    slowest = max(min(steps_ms(name, LEAST_STEPS)) for name in engines)
-    steps = min(max(math.ceil(BLOCK_MS / slowest), LEAST_STEPS), MOST_STEPS, engine.cfg.train.steps - LEAD_IN)
+    steps = block_length([steps_ms(name, LEAST_STEPS) for name in engines], BLOCK_MS)
+    steps = min(steps, engine.cfg.train.steps - LEAD_IN)
     blocks = run_blocks(lambda name, cycle: steps_ms(name, steps), list(engines), cycles, engine.cfg.seed)
     return {name: [round(median(block), 4) for block in of] for name, of in blocks.items()}

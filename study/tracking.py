@@ -6,15 +6,15 @@ import configs
 from measure.tracking import Group
 from study.analysis import Report
 from study.arms import Study
-from study.report import HEADER, rows
-from study.runs import AGAIN, read
+from study.report import table
+from study.runs import AGAIN, Found
 
 
-def log(study: Study, made: Report, folder: Path) -> str:
+def log(study: Study, made: Report, found: Found, folder: Path) -> str:
     """Logs all runs, and nothing where W&B is disabled. Returns the mode, and why."""
     group = Group(study.cfg.logging, folder, "study")
     arms = {arm.name: arm for arm in study.arms} | {study.baseline.name + AGAIN: study.baseline}
-    for result in read(folder / "runs.jsonl").results:
+    for result in found.results:
         config = configs.to_dict(arms[result.arm].at(result.rate, result.seed))  # seed is a key of it
         name = f"{result.arm} lr={result.rate:g} seed={result.seed}"
         run = group.start(name, config | {"arm": result.arm, "rate": result.rate})
@@ -22,4 +22,4 @@ def log(study: Study, made: Report, folder: Path) -> str:
             run.log({"val/loss": loss}, step)
         run.summarise({"val/last": result.last, "val/best": result.best, "spikes": result.spikes, "over": result.over})
         run.finish(0)
-    return group.sum_up(configs.to_dict(study.cfg), {}, {"arms": (HEADER, rows(made))})
+    return group.sum_up(configs.to_dict(study.cfg), {}, {"arms": table(made)})

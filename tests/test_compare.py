@@ -12,7 +12,6 @@ import torch
 import compare
 from data import load_corpus
 from measure.comparison import AGAIN
-from study.analysis import analyse, best_rate
 from study.arms import study_of
 from study.runs import read, train_all
 from study.timing import BASELINE
@@ -35,21 +34,20 @@ def test_it_leaves_a_report_and_pictures(studied):
     assert (studied / "rates.png").stat().st_size > 1e4 and (studied / "depth.png").stat().st_size > 1e4
     found = read(studied / "runs.jsonl")
     assert len(found.results) == 2 * 2 * 2 + 2  # and A/A
+    assert read_json(studied / "report.json")["results"] == [asdict(run) for run in found.results]
     assert [seen["step"] for seen in found.results[0].probes] == [3, 6, 9, 12]
     assert [list(of) for of in found.times.values()] == [["fused", "torch", AGAIN], ["fused", "torch", AGAIN, BASELINE]]
     assert all(len(blocks) == 2 * 6 and min(blocks) > 0 for of in found.times.values() for blocks in of.values())
 
 
-def test_cut_at_random_places_it_ends_with_the_same_table(studied, tiny, tmp_path):
-    study, whole = study_of([*tiny, *SWEEP]), read(studied / "runs.jsonl")
+def test_cut_at_random_places_it_ends_with_the_same_runs(studied, tiny, tmp_path):
+    study, path = study_of([*tiny, *SWEEP]), tmp_path / "runs.jsonl"
     corpus = load_corpus(study.cfg.data, study.cfg.tokenizer, context=study.cfg.model.context)
     lines, draw = (studied / "runs.jsonl").read_bytes(), random.Random(0)
-    for _ in range(10):
-        path = tmp_path / "runs.jsonl"
+    for _ in range(5):
         path.write_bytes(lines[: draw.randrange(len(lines))])
-        found = train_all(study, precision(torch.float32), corpus, path, best_rate, lambda: None)
-        assert found.results == whole.results == read(path).results
-        assert analyse(study, found).arms[1].difference == analyse(study, whole).arms[1].difference
+        found = train_all(study, precision(torch.float32), corpus, path)
+        assert found.results == read(studied / "runs.jsonl").results == read(path).results
 
 
 def test_killed_it_goes_on_with_the_same_command(studied, tiny, tmp_path):
@@ -61,8 +59,7 @@ def test_killed_it_goes_on_with_the_same_command(studied, tiny, tmp_path):
     process.wait()
     assert len(read(folder / "runs.jsonl").results) < 2 * 2 * 2 + 2
     assert compare.main(command[2:]) == 0
-    assert read_json(folder / "report.json")["results"] == [asdict(run) | {"evaluated": [list(one) for one in run.evaluated]}
-                                                            for run in read(studied / "runs.jsonl").results]  # fmt: skip
+    assert read(folder / "runs.jsonl").results == read(studied / "runs.jsonl").results
 
 
 def test_a_folder_of_another_study_is_refused(studied, tiny, capsys):

@@ -15,13 +15,9 @@ from typing import Any
 
 import configs
 from configs import ConfigError, keys
-from measure.plots import GREY, bare, finish, legend_below, pyplot, save_figure, ticker
-from training.storage import StorageError, as_storage_errors, read_metrics
+from measure.plots import COLOURS, GREY, bare, finish, legend_below, look, pyplot, ticker
+from training.storage import read_metrics
 
-TRAIN, VAL = "#9db8d2", "#c2410c"
-# Of several runs. Colours differ in lightness too, and dashes repeat after the last colour.
-COLOURS = ("#111111", "#c2410c", "#2563eb", "#0f8a6d", "#b58900", "#7c3aed", "#8b8b8b")
-DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)))
 NATS, BITS = "nats", "bits"
 FIGURES = {NATS: "loss", BITS: "bits_per_byte"}  # in metrics.jsonl, after train/ and val/
 LABELS = {NATS: "loss, nats per token", BITS: "bits per byte"}
@@ -50,31 +46,24 @@ def loss_curve(lines: Sequence[dict[str, Any]], to: Path, title: str) -> bool:
     train, val = points(lines, "train/bits_per_byte"), points(lines, "val/bits_per_byte")
     if len(train) < 2:
         return False
-    figure, (axes, *below) = pyplot.subplots(
-        3, 1, figsize=(8, 6.5), dpi=130, layout="constrained", sharex=True, height_ratios=(4, 1, 1)
-    )
-    axes.plot(*zip(*train, strict=True), color=TRAIN, linewidth=1.6, label=f"training: {train[-1][1]:.3f}")
+    figure, (axes, *below) = pyplot.subplots(3, 1, figsize=(8, 6.5), sharex=True, height_ratios=(4, 1, 1))
+    axes.plot(*zip(*train, strict=True), color="#9db8d2", label=f"training: {train[-1][1]:.3f}")
     if val:
         label = f"validation: {val[-1][1]:.3f} bits per byte after {val[-1][0]:,} steps"
-        axes.plot(*zip(*val, strict=True), color=VAL, linewidth=1.6, marker="o", markersize=4, clip_on=False, label=label)
-    axes.set_ylim(*limits(train, val))
-    axes.set_xlim(0, max(step for step, _ in train + val))
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_ylabel(LABELS[BITS])
-    axes.legend(frameon=False, loc="upper right")
+        axes.plot(*zip(*val, strict=True), color=COLOURS[1], marker="o", markersize=4, clip_on=False, label=label)
+    axes.set(ylim=limits(train, val), xlim=(0, max(step for step, _ in train + val)), ylabel=LABELS[BITS])
+    axes.legend(loc="upper right")
     for panel, name, label in zip(below, ("train/grad_norm", "train/lr"), ("gradient norm", "learning rate"), strict=True):
         if found := points(lines, name):
             panel.plot(*zip(*found, strict=True), color=GREY, linewidth=1.2)
         panel.set_ylabel(label)
     below[0].set_yscale("log")
-    below[0].yaxis.set_minor_formatter(ticker.NullFormatter())
     below[-1].set_xlabel("step")
     below[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     for panel in (axes, *below):
         bare(panel, "y")
     figure.align_ylabels()
-    with as_storage_errors(to):
-        save_figure(figure, to)
+    finish(figure, title, "", to)
     return True
 
 
@@ -110,14 +99,14 @@ def names_of(curves: Sequence[Curve]) -> list[str]:
 
 
 def overlay(curves: Sequence[Curve], to: Path, unit: str = BITS, against: str = "step") -> None:
-    """Draws the runs by step or tokens. Validation losses are lines with dots, training losses thin lines behind them.
+    """Draws the runs by step or tokens. Validation losses are lines with markers, training losses thin lines behind them.
 
     Raises:
         ConfigError: a run that has not recorded these figures.
     """
     names = [textwrap.fill(name, 90) for name in names_of(curves)]
     height = 4.4 + 0.2 * sum(name.count("\n") + 1 for name in names)
-    figure, axes = pyplot.subplots(figsize=(7.2, height), dpi=130, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.2, height))
     ends: list[float] = []
     entries = {}
     for at, (curve, name) in enumerate(zip(curves, names, strict=True)):
@@ -125,22 +114,18 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str = BITS, against: str = 
         if not train + val:
             raise ConfigError(f"{curve.folder}: it has recorded no {LABELS[unit]} by {against}. Use other --unit and --by.")
         ends += limits(train, val)
-        style = {"color": COLOURS[at % len(COLOURS)], "linestyle": DASHES[at // len(COLOURS) % len(DASHES)], "markersize": 4}
         for shown, how in (
-            (train, {"linewidth": 1.0, "alpha": 0.45, "marker": "o" if len(train) == 1 else ""}),
-            (val, {"linewidth": 1.8, "clip_on": False, "marker": "o", "label": name}),
+            (train, {"linewidth": 1.0, "alpha": 0.45} | ({} if len(train) == 1 else {"marker": ""})),
+            (val, {"linewidth": 1.8, "clip_on": False, "label": name}),
         ):
             if shown:
-                (entries[name],) = axes.plot(*zip(*shown, strict=True), **style, **how)
+                (entries[name],) = axes.plot(*zip(*shown, strict=True), **look(at) | how)
+    axes.set(ylim=(min(ends), max(ends)), xlabel=against, ylabel=LABELS[unit])
     axes.set_xlim(left=0)
-    axes.set_ylim(min(ends), max(ends))
-    axes.set_xlabel(against)
-    axes.set_ylabel(LABELS[unit])
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     bare(axes, "y")
     legend_below(figure, entries)
-    with as_storage_errors(to):
-        finish(figure, "dots: validation; thin lines: training", "", to)
+    finish(figure, "markers: validation; thin lines: training", "", to)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,8 +137,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     curves = []
     for folder in options.runs:
-        if folder.name == "multirun.yaml":  # Hydra writes it beside the runs of a sweep, and runs/*_sweep/* matches it
-            continue
         try:
             curves.append(read_run(folder))
         except ConfigError as error:
@@ -162,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not curves:
             raise ConfigError("none of these is a run.")
         overlay(curves, options.output, options.unit, options.by)
-    except (ConfigError, StorageError, ValueError) as error:  # ValueError: of a suffix that matplotlib does not know
+    except (OSError, ValueError) as error:  # it can't be written, or matplotlib does not know its suffix
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{options.output}: {LABELS[options.unit]}, {len(curves)} run{'s' * (len(curves) > 1)}")

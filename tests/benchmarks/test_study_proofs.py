@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import study_proofs
-from study.engine import Engine, initial_values, windows_of
+from study.engine import Engine
 from study.runs import Found, Result
 from tests.runs import composed, precision
 from training.build import build
@@ -30,8 +30,7 @@ def test_half_of_the_norm_weights_stay_frozen_and_the_other_half_learns(tiny):
     corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
     engine = Engine(cfg, precision(torch.float32), corpus, study_proofs.half_frozen)
     for _ in range(2):  # and after a reset
-        initial = initial_values(cfg, engine.precision, corpus, study_proofs.half_frozen)
-        engine.begin(cfg, initial, windows_of(cfg, corpus, torch.device("cpu")))
+        engine.begin(cfg)
         engine.advance(5)
         weights = [p for name, p in engine.model.named_parameters() if "norm" in name]
         assert len(weights) == 5

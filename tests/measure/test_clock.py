@@ -8,39 +8,27 @@ from measure.clock import StepClock
 CPU = torch.device("cpu")
 
 
-class Time:
-    """A clock's idea of now, in which time passes only by `pass_ms`."""
+def test_only_whole_steps_after_warm_up_are_step_time():
+    now = [0.0]  # seconds
+    clock = StepClock(CPU, warmup=2, now=lambda: now[0])
 
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def pass_ms(self, ms):
-        self.now += ms / 1000
-
-    def steps(self, clock, *each_ms):
+    def steps(*each_ms):
         for ms in each_ms:
             with clock.step():
-                self.pass_ms(ms)
+                now[0] += ms / 1000
 
-
-def test_only_whole_steps_after_warm_up_are_step_time():
-    time = Time()
-    clock = StepClock(CPU, warmup=2, now=time)
-    time.steps(clock, 9000, 500)
+    steps(9000, 500)
     assert clock.window() is None and clock.median_ms is None
     for ms in (10, 12):
-        time.steps(clock, ms)
+        steps(ms)
         with clock.paused():
-            time.pass_ms(5000)
-        time.pass_ms(700)
+            now[0] += 5
+        now[0] += 0.7
     with pytest.raises(KeyError), clock.step():
-        time.pass_ms(3)
         raise KeyError
     assert clock.steps_ms == pytest.approx([10, 12])
     assert clock.window().median_ms == pytest.approx(11) and clock.window() is None
-    time.steps(clock, 20, 21, 99)
+    steps(20, 21, 99)
     window = clock.window()
     assert (window.median_ms, window.mean_ms) == pytest.approx((21, 140 / 3)) and clock.median_ms == pytest.approx(20)
 
@@ -69,8 +57,7 @@ def test_cuda_steps_are_timed_by_events_without_counting_what_lies_between():
             x @ x
         end.record()
     torch.cuda.synchronize()
-    assert clock.median_ms < begin.elapsed_time(end) / 5
-    assert len(clock.steps_ms) == 4
+    assert clock.median_ms < begin.elapsed_time(end) / 5 and len(clock.steps_ms) == 4
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])

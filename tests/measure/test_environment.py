@@ -16,6 +16,7 @@ def test_the_git_state_has_the_revision_and_whether_the_code_was_changed_also_of
     assert subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True).returncode, (
         "git refuses it by itself"
     )
+    (tmp_path / "untracked").touch()
     clean = git_state(tmp_path)
     (tmp_path / "a").write_text("2")
     assert len(clean["revision"]) == 40 and clean["dirty"] is False

@@ -1,8 +1,11 @@
+from time import sleep
+
 import pytest
 import torch
 
 from measure import timing
 from measure.timing import Contender, rotating_sets, time_calls
+from tests.runs import no_space
 
 CPU = torch.device("cpu")
 
@@ -13,12 +16,18 @@ def test_contenders_take_turns_in_every_round_over_all_sets():
     def contender(name):
         return Contender(name, lambda: [lambda s=s: log.append((name, s)) for s in range(3)])
 
-    outcomes = time_calls([contender("a"), contender("b")], CPU, rounds=4, round_ms=1e-9)
-    assert [len(outcomes[name].us) for name in "ab"] == [4, 4]
-    turns = [log[i : i + 3] for i in range(len(log) % 3, len(log), 3)][-8:]
+    outcomes = time_calls([contender("a"), contender("b")], CPU, rounds=12, round_ms=1e-9)
+    assert [len(outcomes[name].us) for name in "ab"] == [12, 12]
+    turns = [log[i : i + 3] for i in range(len(log) % 3, len(log), 3)][-24:]
     assert all([s for _, s in turn] == [0, 1, 2] for turn in turns), "each turn goes through the sets in order"
     names = [turn[0][0] for turn in turns]
-    assert all(sorted(names[i : i + 2]) == ["a", "b"] for i in range(0, 8, 2)), "both in every round"
+    assert {tuple(names[i : i + 2]) for i in range(0, 24, 2)} == {("a", "b"), ("b", "a")}, "both in every round, in any order"
+
+
+def test_a_sample_is_the_time_of_one_call_and_a_failure_is_a_result():
+    outcomes = time_calls([Contender("a", lambda: [lambda: sleep(0.002)] * 3), Contender("b", no_space)], CPU, rounds=3)
+    assert 2000 <= min(outcomes["a"].us) < 5000
+    assert outcomes["b"].record(outcomes["a"]) == {"us": None, "error": "OSError: [Errno 28] No space left on device"}
 
 
 def test_inputs_that_calls_overwrite_are_restored_before_each_turn():

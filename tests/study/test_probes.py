@@ -14,32 +14,25 @@ DYT = ["norm.kind=dyt", "norm.alpha=2.0", "model.embedding_scale=unit"]
 GROUPED = ["norm.kind=rmsnorm", "model.heads=4", "model.kv_heads=2", "model.qk_norm=true", "model.positions=rotary"]
 
 
-@torch.no_grad()
-def stream_of(model, tokens) -> list[torch.Tensor]:
-    """The residual stream at each site, by sublayers: x, x + attention, and so on."""
-    sites, r = [], model.embed(tokens)
-    for block in model.blocks:
-        sites.append(r)
-        r = r + block.attention(plain(block.attention_norm, r), None)
-        sites.append(r)
-        r = r + block.mlp(plain(block.mlp_norm, r))
-    return [*sites, plain(model.final_norm, r)]
-
-
-def plain(site, r: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(site.scalars[0] * r) * site.weight + (0 if site.bias is None else site.bias)
-
-
 def test_size_and_saturation_of_the_stream_are_those_of_the_model_written_out(tiny, trained):
     engine = trained(composed([*tiny, *DYT]), 5)
-    found = probe(engine)
-    sites = stream_of(engine.model, engine.val[0][0][:ROWS])
-    assert found["rms"] == pytest.approx([site.pow(2).mean().item() ** 0.5 for site in sites], abs=1e-4)
-    assert found["most"] == pytest.approx([site.abs().max().item() for site in sites], abs=1e-4)
-    norms = [norm for block in engine.model.blocks for norm in (block.attention_norm, block.mlp_norm)]
-    saturated = [(np.abs(np.tanh(n.scalars.item() * r.numpy())) > SATURATED).mean() for n, r in zip(norms, sites, strict=False)]
+    model, sites = engine.model, []
+
+    def dyt(norm, r: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(norm.scalars[0] * r) * norm.weight + (0 if norm.bias is None else norm.bias)
+
+    r = model.embed(engine.val[0][0][:ROWS])
+    norms = [norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm)]
+    sublayers = [part for block in model.blocks for part in (lambda x, of=block.attention: of(x, None), block.mlp)]
+    for norm, sublayer in zip(norms, sublayers, strict=True):
+        sites.append(r.detach())
+        r = r + sublayer(dyt(norm, r))
+    outputs, found = [*sites, dyt(model.final_norm, r).detach()], probe(engine)
+    assert found["rms"] == pytest.approx([one.pow(2).mean().item() ** 0.5 for one in outputs], abs=1e-4)
+    assert found["most"] == pytest.approx([one.abs().max().item() for one in outputs], abs=1e-4)
+    saturated = [(np.abs(np.tanh(n.scalars.item() * r.numpy())) > SATURATED).mean() for n, r in zip(norms, sites, strict=True)]
     assert found["saturated"] == pytest.approx(saturated, abs=2e-3) and max(saturated) > 0.01
-    assert engine.model.training
+    assert model.training
 
 
 @pytest.mark.parametrize("more", [DYT, GROUPED], ids=["plain", "grouped"])

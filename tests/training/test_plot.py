@@ -11,9 +11,9 @@ from training.plot import names_of, read_run
 from training.storage import read_metrics
 
 
-def run(folder, overrides=()):
+def run(folder, *overrides):
     """A folder as a run of 30 steps leaves it; 1024 tokens a step, 2 bytes a token."""
-    folder.mkdir(parents=True)
+    folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(configs.to_dict(configs.compose_only(list(overrides)))))
     lines = []
     for step in (10, 20, 30):
@@ -24,50 +24,53 @@ def run(folder, overrides=()):
     return folder
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The lines of the last picture: label → points."""
-    found, close = {}, plot.pyplot.close
+def test_runs_are_laid_over_one_another_in_the_unit_and_by_what_is_asked_for(tmp_path, monkeypatch, capsys):
+    drawn, close = {}, plot.pyplot.close
 
     def look(figure):
-        (axes,) = figure.axes
-        found.clear()
-        found.update({line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines})
+        drawn.update({line.get_label(): list(zip(*line.get_data(), strict=True)) for line in figure.axes[0].lines})
         close(figure)
 
     monkeypatch.setattr(plot.pyplot, "close", look)
-    return found
-
-
-def test_runs_are_laid_over_one_another_in_the_unit_and_by_what_is_asked_for(tmp_path, drawn, capsys):
     run(tmp_path / "a")
-    run(tmp_path / "b", ["norm.impl=torch"])
-    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's, which runs/*_sweep/* matches too
+    run(tmp_path / "b", "norm.impl=torch")
     (tmp_path / "empty").mkdir()
     command = [*map(str, sorted(tmp_path.glob("*"))), "--output", str(tmp_path / "both.png")]
     assert plot.main([*command, "--unit", "nats"]) == 0
     said = capsys.readouterr()
-    assert "left out: " in said.err and "empty: no metrics.jsonl there" in said.err
-    assert "both.png: loss, nats per token, 2 runs" in said.out and (tmp_path / "both.png").stat().st_size > 5000
+    assert "empty: no metrics.jsonl there" in said.err and "both.png: loss, nats per token, 2 runs" in said.out
+    assert (tmp_path / "both.png").stat().st_size > 5000
     assert drawn["norm.impl=fused"] == drawn["norm.impl=torch"] == [(10, 4.0), (20, 3.0), (30, 2.0)]
     assert plot.main([*command, "--by", "tokens"]) == 0
     assert drawn["norm.impl=fused"] == [(10240, 2.0), (20480, 1.5), (30720, 1.0)]
 
 
+def test_the_first_losses_do_not_flatten_the_rest():
+    low, high = plot.limits([(0, 11.0), (1, 10.0), *((step, 3.0) for step in range(2, 40))], [(39, 2.5)])
+    assert 2.4 < low < 2.5 and 3.0 < high < 3.1
+
+
 def test_the_legend_has_what_differs_and_folders_where_that_does_not_tell(tmp_path):
     given = {"a": [], "b": ["optim.clip_norm=0"], "c": ["optim.clip_norm=0"]}
-    a, b, c = (read_run(run(tmp_path / name, ["seed=3", f"logging.name={name}", *more])) for name, more in given.items())
+    a, b, c = (read_run(run(tmp_path / name, "seed=3", f"logging.name={name}", *more)) for name, more in given.items())
     assert names_of([a, b]) == ["optim.clip_norm=1.0", "optim.clip_norm=0.0"]
     assert names_of([a, b, c])[1] == f"{tmp_path}/b: optim.clip_norm=0.0"
     assert names_of([b, c]) == [f"{tmp_path}/b", f"{tmp_path}/c"]
 
 
-def test_what_can_not_be_drawn_is_refused_by_name(tmp_path, capsys):
-    old = run(tmp_path / "old")
-    (old / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\n{"step": 2, "train/loss": 2.0}\n')
-    for folder, message in (("nowhere", "none of these is a run"), ("old", "old: it has recorded no bits per byte by step")):
-        assert plot.main([str(tmp_path / folder)]) == 2
-        assert message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["nowhere"], "none of these is a run"),
+        (["run", "--output", "x.nothing"], "nothing"),
+        (["run", "--output", "run/config.yaml/x.png"], "config.yaml"),
+    ],
+)
+def test_what_can_not_be_drawn_is_refused_by_name(tmp_path, monkeypatch, capsys, more, message):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "run")
+    assert plot.main(more) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_lines_of_metrics_that_are_no_record_are_left_out(tmp_path):

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,19 +32,20 @@ import ops
 from ablation import kept, nanogpt, parity, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
 from ablation.gpu_time import attribute, loss_bytes, norm_bytes
-from ablation.kept import Cycle, Kept
+from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
-from ablation.variants import COMPILED, EAGER, Variant, variants_of
+from ablation.variants import COMPILED, EAGER, PARITY, Variant, variants_of
 from configs import ConfigError, command_line, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure import program
-from measure.attribution import by_name, launches, profile_step, shares
+from measure.attribution import launches, profile_step, shares
 from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
 from measure.environment import environment
 from measure.progress import progress
+from measure.schedule import Cycle
 from measure.sources import fingerprints
 from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
@@ -56,11 +56,8 @@ from training.step import MixedPrecision
 from training.storage import claim, relative, replace_text
 
 OUT_OF_MEMORY = 3  # exit code
-PARITY = "parity"  # a part of an ablation, beside eager and compiled cells
 LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
-SWEPT = (
-    "The configuration below is the first of those that were swept; what is compared and train.compile are set by ablate.py."
-)
+SWEPT = "The configuration below is the first of those that were swept; ablate.py sets what is compared, and train.compile."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,10 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
         except torch.OutOfMemoryError as error:
-            print(
-                f"out of memory: {str(error).splitlines()[0]}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}",
-                file=sys.stderr,
-            )
+            why = f"out of memory: {str(error).splitlines()[0]}"
+            print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
             return OUT_OF_MEMORY
         show(report.table(found))
         show(f"report: {relative(folder)}/report.md")
@@ -104,16 +99,6 @@ class Work(NamedTuple):
     corpus: Corpus
     size: str  # of a step, in words
 
-    @property
-    def parts(self) -> list[str]:
-        return [*self.variant.modes, *([PARITY] if self.variant.tested else [])]
-
-    @property
-    def ticks(self) -> int:
-        """How often the bar moves: for each block of a cell, and after parity."""
-        arms = sum(len(self.variant.arms(mode)) for mode in self.variant.modes)
-        return arms * timing.blocks_of(self.variant.cfg.ablate.cycles) + bool(self.variant.tested)
-
 
 def prepare(variant: Variant) -> Work:
     """
@@ -129,8 +114,7 @@ def prepare(variant: Variant) -> Work:
     if cfg.init_from:
         export.load(model.to_empty(device="cpu"), cfg.init_from, corpus.tokenizer)
     if cfg.ablate.nanogpt:
-        module = nanogpt.load(Path(cfg.ablate.nanogpt))
-        off = nanogpt.check_same_model(module, cfg, model.vocab_size)
+        off = nanogpt.check_same_model(nanogpt.load(cfg.ablate.nanogpt), cfg, model.vocab_size)
         show(f"nanoGPT's model and ours compute the same: loss and gradients in fp64 agree to {off:.0e}")
     held = f"loss.impl={cfg.loss.impl}" if cfg.ablate.switch is Switch.norm else f"norm.impl={cfg.norm.impl}"
     # A smaller vocabulary and a smaller batch give the norms a larger share of the time.
@@ -163,8 +147,7 @@ def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
         folder = claim(wanted)
     if folder != wanted:
         show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
-    on = facts(torch.device(machine.inspect(cfg.device).device))
-    return folder, Kept(folder, kept.facts_of([(v.overrides, v.cfg) for v in variants], on))
+    return folder, Kept(folder, kept.facts_of(variants, facts(torch.device(machine.inspect(cfg.device).device))))
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -203,16 +186,17 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
             "their own."
         )
     began = time.monotonic()
-    todo = [(work, part) for work in works for part in work.parts]
-    with progress(sum(work.ticks for work in works), "ablate", "unit") as bar:
+    todo = [(work, part) for work in works for part in work.variant.parts]
+    ticks = [1 if part == PARITY else work.variant.cfg.ablate.cycles for work, part in todo]
+    with progress(sum(ticks), "ablate", "cycle") as bar:
         for done, (work, part) in enumerate(todo, start=1):
             bar.set_description(label(work.variant.overrides, part))
             free_memory(device)
             if part == PARITY:
                 found.parity.extend(parity.parity(work.variant, work.precision, work.corpus))
-                bar.update()
             else:
                 found.cells.append(measure(work, part, cycles, bar.update))
+            bar.update(sum(ticks[:done]) - bar.n)
             found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
             so_far = replace(found, unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
             records.save(so_far, folder)
@@ -231,14 +215,13 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
     arms = arms_of(work, mode)
     check_same([arm for arm in arms.values() if arm.other is None])
     batches = Batches(work.corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
-    times, failed = timing.time_arms(
-        arms,
-        batches,
-        done,
-        may_fail={NANOGPT, *rules.LIBRARIES} - {variant.subject},
-        kept=partial(cycles.of, variant.overrides, mode),
-        keep=lambda blocks_ms: cycles.add(Cycle(variant.overrides, mode, dict(blocks_ms))),
-    )
+
+    def keep(blocks_ms: Cycle) -> None:
+        cycles.add(variant, mode, blocks_ms)
+        done(1)
+
+    may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
+    times, failed = timing.time_arms(arms, batches, may_fail, lambda names: cycles.of(variant, mode, names), keep)
     arms = {name: arms[name] for name in times}
     left_out = {**variant.refused, **failed}
     if mode == COMPILED and NormImpl.compiled in cfg.ablate.arms:
@@ -262,22 +245,25 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
 def arms_of(work: Work, mode: str) -> dict[str, Arm]:
     cfg, arms = work.variant.cfg, dict[str, Arm]()
     for name in work.variant.arms(mode):
-        how: dict[str, Any] = {"compiled": mode == COMPILED, "like": arms.get(TORCH)}
         if name == NANOGPT:
-            arms[name] = nanogpt.nanogpt_arm(nanogpt.load(Path(cfg.ablate.nanogpt or "")), **how)
+            arms[name] = nanogpt.nanogpt_arm(arms[TORCH], compiled=mode == COMPILED)
         else:
+            how: dict[str, Any] = {"compiled": mode == COMPILED, "like": arms.get(TORCH)}
             arms[name] = build_arm(name, cfg, work.precision, work.corpus.tokenizer, **how)
     return arms
 
 
 def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
     """The cell with its kernels by kind of work."""
-    torch_arm = arms[TORCH]
-    cfg, precision, number = torch_arm.cfg, torch_arm.precision, torch_arm.cfg.ablate.warmup_steps
+    cfg, precision = arms[TORCH].cfg, arms[TORCH].precision
+    number = cfg.ablate.warmup_steps
     batch = batches[number]  # always the same
-    steps = {name: lambda arm=arm: arm.step(batch, number) for name, arm in arms.items()}
     kernels = {  # norm sites of eager models are marked; compiled kernels name what they fuse
-        name: profile_step(steps[name], precision.device, arm.state.model if cell.mode == EAGER else None)
+        name: profile_step(
+            lambda arm=arm: arm.step(batch, number),  # type: ignore[misc]
+            precision.device,
+            arm.state.model if cell.mode == EAGER else None,
+        )
         for name, arm in arms.items()
     }
     of_norms = cfg.ablate.switch is Switch.norm
@@ -287,14 +273,14 @@ def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
         {name: shares(of) for name, of in kernels.items()},
         {base: median(cycle_times(cell.arms[base].blocks_ms)) for base in cell.opponents},
         cell.subject,
-        norm_bytes(cfg, precision) if of_norms else loss_bytes(cfg, precision, torch_arm.state.model.vocab_size),
+        norm_bytes(cfg, precision) if of_norms else loss_bytes(cfg, precision, arms[TORCH].state.model.vocab_size),
         copied,
         "norm" if of_norms else "loss",
     )
     return replace(
         cell,
         arms={name: replace(of, launches=launches(kernels[name])) for name, of in cell.arms.items()},
-        attribution=replace(attribution, kernels={name: by_name(of) for name, of in kernels.items() if name != AGAIN}),
+        attribution=replace(attribution, kernels={name: of for name, of in kernels.items() if name != AGAIN}),
     )
 
 

@@ -83,23 +83,16 @@ def build_arm(
 
 
 def check_same(arms: Sequence[Arm]) -> None:
-    """That arms begin with the same weights and optimizer groups. (That the code outside of the norm sites does not depend on
-    the implementation is for the tests.)
-
-    Raises:
-        AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
-    """
+    """That arms begin with the same weights, buffers and optimizer groups: else every figure would be worthless. (That the code
+    outside of the norm sites does not depend on the implementation is for the tests.)"""
     first, *others = arms
     weights, groups = first.state.model.state_dict(), first.state.optimizer.state_dict()["param_groups"]
     for other in others:
-        found = other.state.model.state_dict()
-        differing = [name for name in weights.keys() | found if not _equal(weights.get(name), found.get(name))]
+        found, both = other.state.model.state_dict(), f"{first.name} and {other.name}"
+        assert found.keys() == weights.keys(), f"{both} differ in {', '.join(found.keys() ^ weights)}"
+        differing = [name for name, tensor in weights.items() if not torch.equal(tensor, found[name])]
         differing += [] if groups == other.state.optimizer.state_dict()["param_groups"] else ["optimizer groups"]
-        assert not differing, f"{first.name} and {other.name} differ in {', '.join(differing)}"
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
+        assert not differing, f"{both} differ in {', '.join(differing)}"
 
 
 # ---- state -------------------------------------------------------------------------------------------------------------------
@@ -111,6 +104,7 @@ class Snapshot:
 
     def __init__(self, arm: Arm) -> None:
         self._kept = [tensor.detach().clone() for tensor in _tensors(arm)]
+        self.nbytes = sum(tensor.nbytes for tensor in self._kept)
         self._scale = arm.state.scaler.state_dict()  # empty but in fp16
 
     @torch.no_grad()
@@ -118,10 +112,6 @@ class Snapshot:
         torch._foreach_copy_(_tensors(arm), self._kept)
         if self._scale:
             arm.state.scaler.load_state_dict(self._scale)
-
-    @staticmethod
-    def bytes_of(arm: Arm) -> int:
-        return sum(tensor.nbytes for tensor in _tensors(arm))
 
 
 def places_of(arms: Sequence[Arm]) -> list[list[Tensor]]:

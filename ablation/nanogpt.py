@@ -6,9 +6,7 @@ configure_optimizers(weight_decay, learning_rate, betas, device_type).
 """
 
 import copy
-import io
 import sys
-from contextlib import redirect_stdout
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -32,21 +30,18 @@ MODULE = "nanogpt_model"  # its name here; `model` is ours
 SAME = 1e-9
 
 
-def load(path: Path) -> ModuleType:
-    """The module model.py of a checkout.
-
-    Args:
-        path: the checkout's folder, or the file.
+def load(path: str | None) -> ModuleType:
+    """The module model.py of a checkout: its folder, or the file.
 
     Raises:
         ConfigError: no such file, one that can't be imported, or one without GPT and GPTConfig.
     """
-    file = path / "model.py" if path.is_dir() else path
+    file = Path(path or "")
+    file = file / "model.py" if file.is_dir() else file
     try:
-        loader = SourceFileLoader(MODULE, str(file))
         module = ModuleType(MODULE)
         sys.modules[MODULE] = module  # where its dataclass looks its annotations up
-        loader.exec_module(module)
+        SourceFileLoader(MODULE, str(file)).exec_module(module)
         _ = module.GPT, module.GPTConfig
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
@@ -64,8 +59,7 @@ def build_peer(module: ModuleType, ours: GPT, cfg: Config) -> nn.Module:
     if wrong := export.unsupported(export.GPT2, cfg):
         raise ConfigError(f"ours is not nanoGPT's architecture: {' '.join(wrong)} Leave these keys out, or ablate.nanogpt.")
     sizes = {"block_size": m.context, "vocab_size": ours.vocab_size, "n_layer": m.layers, "n_head": m.heads, "n_embd": m.width}
-    with redirect_stdout(io.StringIO()):  # it tells its size
-        peer: nn.Module = module.GPT(module.GPTConfig(**sizes, dropout=m.dropout, bias=m.bias))
+    peer: nn.Module = module.GPT(module.GPTConfig(**sizes, dropout=m.dropout, bias=m.bias))
     with torch.no_grad():
         for mine, theirs in paired(ours, peer, cfg):
             theirs.copy_(mine)
@@ -121,27 +115,20 @@ def check_same_model(module: ModuleType, cfg: Config, vocab_size: int) -> float:
     off = max(float((a - b).norm() / a.norm()) if a is not None and b is not None else 1.0 for a, b in compared)
     if not off <= SAME:
         raise ConfigError(
-            f"nanoGPT's model and ours differ: from the same weights in fp64, losses are {its_loss.item():.9f} and "
-            f"{loss.item():.9f}, and these or a gradient are off by {off:.1e} of their size; rounding gives less than "
-            f"{SAME:g}. Models that compute different things are not timed against each other."
+            f"nanoGPT's model and ours differ: from the same weights in fp64, the loss ({its_loss.item():.9f} and "
+            f"{loss.item():.9f}) or a gradient is off by {off:.1e} of its size; rounding gives less than {SAME:g}."
         )
     return off
 
 
-def nanogpt_arm(module: ModuleType, like: Arm, *, compiled: bool) -> Arm:
-    """nanoGPT's model with the weights of `like`, a fresh arm of ours, and its step in the order of its train.py.
-
-    Raises:
-        ConfigError: it has other parameters than ours.
-    """
+def nanogpt_arm(like: Arm, *, compiled: bool) -> Arm:
+    """nanoGPT's model with the weights of `like`, a fresh arm of ours, and its step in the order of its train.py."""
     assert isinstance(like.state.model, GPT)
     cfg, precision = like.cfg, like.precision
-    model = build_peer(module, like.state.model, cfg).to(precision.device)
+    model = build_peer(load(cfg.ablate.nanogpt), like.state.model, cfg).to(precision.device)
     optim, pieces, scaler = cfg.optim, cfg.train.accumulation, precision.scaler()
-    with redirect_stdout(io.StringIO()):  # it prints its parameter groups
-        optimizer = model.configure_optimizers(  # type: ignore[operator]
-            optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), precision.device.type
-        )
+    betas = (optim.beta1, optim.beta2)
+    optimizer = model.configure_optimizers(optim.weight_decay, optim.lr, betas, precision.device.type)  # type: ignore[operator]
     forward = torch.compile(model) if compiled else model
 
     def step(batch: tuple[Tensor, Tensor], number: int) -> Tensor:

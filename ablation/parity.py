@@ -47,9 +47,9 @@ Dropout on attention weights is off in all arms. It draws from torch's generator
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -59,18 +59,7 @@ import ops
 from ablation.arms import Arm
 from ablation.parity_arms import parity_arms, row_sites, unclipped_gradients
 from ablation.records import Parity
-from ablation.rounding import (
-    FEW,
-    LEVEL,
-    REFERENCE,
-    REORDERED,
-    Distances,
-    Sums,
-    other_order,
-    row_scales,
-    sign_test,
-    size_test,
-)
+from ablation.rounding import FEW, LEVEL, REFERENCE, REORDERED, Distances, Sums, row_scales, sign_test, size_test
 from ablation.variants import Variant
 from configs import Config
 from configs.schema import Switch
@@ -81,9 +70,8 @@ from train import training_step
 from training.metrics import evaluate
 from training.step import MixedPrecision
 
-T = TypeVar("T")
 EVAL_BATCHES = 8  # unless the config says
-SUMMED = {Switch.norm: "norms", Switch.loss: "loss"}  # what is compared, in words
+Quantities = Mapping[str, Mapping[str, Iterable[Tensor]]]  # by name: by arm, the tensors that are compared as one
 
 
 @dataclass(frozen=True)
@@ -97,137 +85,106 @@ class SeedRun:
 
 
 def parity(variant: Variant, precision: MixedPrecision, corpus: Corpus) -> list[Parity]:
-    """Runs the protocol at the head of this file for the variant's tested arms, in the run's precision. There is a verdict on
-    each arm.
+    """Runs the protocol at the head of this file, in the run's precision. There is a verdict on each of the variant's tested
+    arms.
 
     Raises:
         ValueError: the model's options do not fit together or the corpus is too short.
     """
     cfg, tested = variant.cfg, variant.tested
     runs = [measure(cfg, cfg.seed + number, precision, corpus, tested) for number in range(cfg.ablate.parity_seeds)]
-    what = SUMMED[cfg.ablate.switch]
-    found = [judge(runs, arm, precision, variant.overrides, what) for arm in tested]
-    if ops.backend_for(precision.device) == "PyTorch reference":
-        # Fused norms are PyTorch's operators then; the fused loss has a backward of its own.
-        same = "identical, as" if what == "norms" else "within rounding, though"
-        said = f"Parity holds: {same} no kernel ran (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly); "
-        found = [replace(f, verdict=f.verdict.replace("Parity holds: ", said)) if f.arm == FUSED else f for f in found]
-    return found
+    return [judge(runs, arm, precision, variant.overrides) for arm in tested]
 
 
 def measure(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
     """Trains the arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
-    cfg.seed = seed
-    cfg.model = replace(cfg.model, attention_dropout=0.0)
+    cfg.seed, cfg.model.attention_dropout = seed, 0.0
     arms = parity_arms(cfg, precision, corpus.tokenizer, tested)
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=seed)
-
     losses: dict[str, list[float]] = {name: [] for name in arms}
     norms: dict[str, list[float]] = {name: [] for name in arms}
-    gradients: dict[str, dict[str, Tensor]] = {}  # of the first step; of each arm the size of the model
-    scales: dict[str, dict[str, Tensor]] = {}
-    rows: dict[str, Tensor] = {}  # what the reference's norms put out
-    distances: dict[str, dict[str, Distances]] = {}
 
     def take(arm: Arm, step: int) -> None:
         loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
         losses[arm.name].append(loss.item())
         norms[arm.name].append(norm.item())
 
+    first: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))  # quantities of the first step
+    rows: dict[str, Tensor] = {}  # what the reference's norms put out
     for name, arm in arms.items():
         sites = row_sites(arm.state.model) if cfg.ablate.switch is Switch.norm else {}
-        with unclipped_gradients(arm) as gradients[name], row_scales(sites, rows) as scales[name]:
+        with unclipped_gradients(arm) as gradients, row_scales(sites, rows) as scales:
             take(arm, 0)
-    for name in tested:
-        distances[name] = {f"gradient of {layer}": one for layer, one in layers(four(gradients, name)).items()}
-        distances[name] |= {f"row scale of {layer}": one for layer, one in layers(four(scales, name)).items()}
-    del gradients, scales, rows
+        for what, tensors in (("gradient", gradients), ("row scale", scales)):
+            for parameter in sorted(tensors):
+                first[f"{what} of {layer_of(parameter)}"][name].append(tensors[parameter])
+    of_first = {arm: distances(first, arm) for arm in tested}
+    first.clear()  # of each arm the size of the model
+    rows.clear()
     for step in range(1, cfg.ablate.parity_steps):
         for arm in arms.values():
             take(arm, step)
-    curves = {"loss": losses, "gradient norm": norms}
-    for name in tested:
-        of_steps = {
-            what: distance([[torch.tensor(of, dtype=torch.float64)] for of in four(curve, name)])
-            for what, curve in curves.items()
-        }
-        weights = [arm.state.model.parameters() for arm in four(arms, name)]
-        distances[name] = of_steps | distances[name] | {"parameters": distance(weights)}
-    return SeedRun(seed, losses, distances, {name: validate(arm, corpus) for name, arm in arms.items()})
+    curves = {
+        what: {name: [torch.tensor(values, dtype=torch.float64)] for name, values in of.items()}
+        for what, of in (("loss", losses), ("gradient norm", norms))
+    }
+    last = {"parameters": {name: list(arm.state.model.parameters()) for name, arm in arms.items()}}
+    found = {arm: distances(curves, arm) | of_first[arm] | distances(last, arm) for arm in tested}
+    return SeedRun(seed, losses, found, {name: validation_loss(arm, corpus) for name, arm in arms.items()})
 
 
-def four(of: Mapping[str, T], tested: str) -> list[T]:
-    """a, b, c and d of a tested arm."""
-    return [of[name] for name in (REFERENCE, TORCH, tested, REORDERED)]
-
-
-def validate(arm: Arm, corpus: Corpus) -> float:
-    """Nats per token."""
-    return evaluate(
-        arm.state.model,
-        corpus.val,
-        arm.precision,
-        context=arm.cfg.model.context,
-        batch_size=arm.cfg.train.batch_size // arm.cfg.train.accumulation,
-        batches=arm.cfg.eval.batches or EVAL_BATCHES,
-    ).loss
-
-
-# ---- distances ---------------------------------------------------------------------------------------------------------------
-
-
-def distance(arms: Sequence[Iterable[Tensor]]) -> Distances:
-    """Of the same tensors of a, b, c and d, as one quantity."""
-    sums = Sums()
-    for tensors in zip(*arms, strict=True):
-        sums.add(*tensors)
-    return sums.distances()
-
-
-def layers(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Distances]:
-    """By layer, of tensors by name of a, b, c and d. Norms are layers of their own: matrices would hide them."""
-    names: dict[str, list[str]] = {}
-    for name in tensors[0]:
-        names.setdefault(layer_of(name), []).append(name)
-    return {layer: distance([[arm[name] for name in of] for arm in tensors]) for layer, of in names.items()}
+def distances(quantities: Quantities, tested: str) -> dict[str, Distances]:
+    """Of a tested arm, by quantity."""
+    found = {}
+    for quantity, of in quantities.items():
+        sums = Sums()
+        for tensors in zip(*(of[arm] for arm in (REFERENCE, TORCH, tested, REORDERED)), strict=True):
+            sums.add(*tensors)
+        found[quantity] = sums.distances()
+    return found
 
 
 def layer_of(parameter: str) -> str:
-    """'blocks.3.mlp.up.weight' -> 'block 3', 'blocks.3.mlp_norm' -> 'norms of block 3', 'head.weight' -> 'the head'."""
+    """'blocks.3.mlp.up.weight' -> 'block 3', 'blocks.3.mlp_norm' -> 'norms of block 3', 'head.weight' -> 'the head'.
+
+    Norms are layers of their own: matrices would hide them.
+    """
     head, *rest = parameter.split(".")
     if head != "blocks":
         return f"the {head}".replace("_", " ")
     return f"norms of block {rest[0]}" if "norm" in parameter else f"block {rest[0]}"
 
 
-# ---- verdict -----------------------------------------------------------------------------------------------------------------
+def validation_loss(arm: Arm, corpus: Corpus) -> float:
+    """Nats per token."""
+    cfg = arm.cfg
+    rows, batches = cfg.train.batch_size // cfg.train.accumulation, cfg.eval.batches or EVAL_BATCHES
+    context = cfg.model.context
+    return evaluate(arm.state.model, corpus.val, arm.precision, context=context, batch_size=rows, batches=batches).loss
 
 
-def judge(
-    runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, overrides: dict[str, str], what: str = SUMMED[Switch.norm]
-) -> Parity:
+def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, overrides: dict[str, str]) -> Parity:
     """The verdict on a tested arm over seeds, by the statistic at the head of this file."""
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"
     arms = (REFERENCE, TORCH, arm, REORDERED)
-    distances = [run.distances[arm] for run in runs]
-    names = list(distances[0])
-    level = LEVEL / (2 * len(names) - 1)
-    tests = [size_test(name, [one[name] for one in distances], level, exact, what) for name in names]
-    tests += [sign_test(name, [one[name] for one in distances], level, what=what) for name in names if name != "parameters"]
+    found = {name: [run.distances[arm][name] for run in runs] for name in runs[0].distances[arm]}
+    level = LEVEL / (2 * len(found) - 1)
+    sizes = [size_test(name, of, level, exact) for name, of in found.items()]
+    tests = sizes + [sign_test(name, of, level) for name, of in found.items() if name != "parameters"]
 
     val_loss = {name: [run.val_loss[name] for run in runs] for name in arms}
     difference = mean_interval(np.subtract(val_loss[arm], val_loss[TORCH]))
     spread = float(np.std(val_loss[TORCH], ddof=1)) if len(runs) > 1 else 0.0
     outcome = len(runs) <= FEW or (-spread <= difference.low and difference.high <= spread)
     sick = [name for name in arms if not np.isfinite([run.losses[name] for run in runs]).all()]
-
     failures = sorted((test for test in tests if not test.quantity.holds), key=lambda test: -test.excess)
-    setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {len(runs[0].losses[TORCH])} steps in {precision}"
+
+    steps = len(runs[0].losses[TORCH])
+    setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {steps} steps in {precision}"
     val = (
         f"final validation losses differ by {difference.median:+.2g} [{difference.low:+.2g}, {difference.high:+.2g}] nats "
         f"({arm} − torch), torch's spread by {spread:.2g} over seeds"
-        + (f", which of {FEW} seeds or fewer is no measure to judge it by" if len(runs) <= FEW else "")
     )
     if sick:
         verdict = f"Parity fails: the loss of {' and '.join(sick)} is not finite."
@@ -236,22 +193,24 @@ def judge(
     elif not outcome:
         verdict = f"Parity fails: {val}."
     else:
-        worst = max((test.quantity for test in tests[: len(names)]), key=lambda q: q.tested.median / q.reordered.median)
+        worst = max((test.quantity for test in sizes), key=lambda q: q.tested.median / q.reordered.median)
         verdict = (
             f"Parity holds: {setting}, no quantity of {arm} is farther from {exact} than rounding explains (largest beside "
-            f"another order of sums: {worst.name}, {worst.tested.median:.2f} ×; {other_order(worst, what)}); {val}."
+            f"another order of sums: {worst.name}, {worst.tested.median:.2f} ×; {worst.beside}); {val}."
         )
+        if arm == FUSED and ops.backend_for(precision.device) == "PyTorch reference":
+            verdict += " No kernel ran: TRITON_INTERPRET=1 runs them on a CPU, slowly."
     return Parity(
         overrides=overrides,
         arm=arm,
         precision=str(precision),
         seeds=[run.seed for run in runs],
-        steps=len(runs[0].losses[TORCH]),
+        steps=steps,
         quantities=[test.quantity for test in tests],
         val_loss=val_loss,
         val_difference=difference,
         val_spread=spread,
         holds=not sick and not failures and outcome,
         verdict=verdict,
-        distances={name: [one[name] for one in distances] for name in names},
+        distances=found,
     )

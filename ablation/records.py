@@ -82,10 +82,6 @@ class Cell:
         """The subject with another arm."""
         return self.pairs[base][self.subject]
 
-    @property
-    def fastest(self) -> str:
-        return self.opponents[0]
-
 
 @dataclass(frozen=True)
 class Parity:
@@ -115,11 +111,6 @@ class Ablation:
     unfinished: str = ""  # how much there is of what was asked for, if not all
 
 
-# ---- on disk ---------------------------------------------------------------------------------------------------------------
-
-REPORT, STEPS, KERNELS = "report.json", "steps.jsonl", "kernels.jsonl"
-
-
 def save(ablation: Ablation, folder: Path) -> None:
     """Writes the three files, report.json last. Each is replaced in one step, so that no reader sees half a file.
 
@@ -128,19 +119,18 @@ def save(ablation: Ablation, folder: Path) -> None:
     or infinite is a string ("NaN", "Infinity"): JSON has none.
     """
     report = json.loads(json.dumps(asdict(ablation)), parse_constant=str)
-    lines: dict[str, list[dict[str, Any]]] = {STEPS: [], KERNELS: []}
+    steps, kernels = list[dict[str, Any]](), list[dict[str, Any]]()
     for cell in report["cells"]:
-        kernels = cell["attribution"].pop("kernels") if cell["attribution"] else {}
+        of_arms = cell["attribution"].pop("kernels") if cell["attribution"] else {}
         for name, arm in cell["arms"].items():
             of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
             blocks, positions = arm.pop("blocks_ms"), arm.pop("positions")
             arm["block_steps"] = [len(block) for block in blocks]
             arm["step_ms"] = asdict(spread([ms for block in blocks for ms in block]))
             turns = zip(positions, blocks, strict=True)
-            lines[STEPS] += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
-            lines[KERNELS] += [of | kernel for kernel in kernels.get(name, ())]
+            steps += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
+            kernels += [of | kernel for kernel in of_arms.get(name, ())]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, records in lines.items():
-        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        replace_text(folder / name, text)
-    replace_text(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    for file, lines in (("steps.jsonl", steps), ("kernels.jsonl", kernels)):
+        replace_text(folder / file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    replace_text(folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

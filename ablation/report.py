@@ -6,19 +6,26 @@ from pathlib import Path
 from statistics import fmean
 
 from ablation import plots
-from ablation.gpu_time import gpu_time
+from ablation.gpu_time import IDLE, parts_ms
 from ablation.records import Ablation, Cell, Parity
 from measure import tables
-from measure.comparison import AGAIN, NO_KERNEL, cycle_times, is_different
-from measure.statistics import spread, unpaired_ratio
+from measure.comparison import AGAIN, NO_KERNEL, is_different
+from measure.statistics import spread
 from measure.tables import NOTHING, aligned, capital, interval_text, label, markdown, number, section, wrapped
 from training.storage import as_storage_errors, replace_text
 
 MOST_QUANTITIES = 10  # of a table on parity
+WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
 PAIRED = (
     "ms: the arm's step minus the base's. Speed-up: the base's step over the arm's. Both are paired: medians over cycles of "
     "each cycle's difference and ratio. A difference of two arms is claimed only if their interval leaves out 1 and their "
     "median is further from 1 than both ends of A/A's interval: torch again, a second arm of torch."
+)
+PROFILE = (
+    "From a profile of a few steps of each arm; kernels.jsonl has every kernel. Compiled kernels that fuse a norm with other "
+    "work count as norm. idle: the rest of a timed step, which is longer than all its GPU time where the step is CPU-bound, or "
+    "clocks drop under a longer load. Where the power limit sets the clocks, GPU time that is saved need not all be step time "
+    "saved."
 )
 STEPS = "Milliseconds a step; tokens/s from the mean; kernel launches a step. docs/ablation.md has the protocol."
 PARITY = (
@@ -31,24 +38,21 @@ PARITY = (
 
 def write(ablation: Ablation, folder: Path) -> Path:
     """Writes report.md and its plots; returns the path of report.md."""
-    folder.mkdir(parents=True, exist_ok=True)
     cells = ablation.cells
+    took = f"{tables.machine(ablation.environment)}. The ablation has taken {ablation.environment.get('minutes')} minutes."
     with as_storage_errors(folder):
         pictures = _pictures(ablation, folder)
     parts = [
         f"# {_headline(ablation)}",
         _listed(_verdicts(ablation)),
         pictures,
-        section("What was measured", _listed(_setting(ablation))),
+        section("What was measured", _listed([*ablation.notes, *_left_out(cells), took])),
         section("Every pair", _pairs(cells)),
-        section("What the swept keys cost", _prices(cells)),
-        section("Where the time goes", gpu_time(cells)),
+        section("Where the time goes", _gpu_time(cells)),
         section("Dropout masks", _listed(_masks(cells))),
         section("Parity", _parity(ablation.parity)),
         section("Step times", _steps(cells)),
-        section(
-            "Environment", tables.environment({name: of for name, of in ablation.environment.items() if name != "command"})
-        ),
+        section("Environment", tables.environment(ablation.environment)),
         section("Command", f"```\n{ablation.command}\n```"),
         section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
     ]
@@ -76,7 +80,7 @@ def _headline(ablation: Ablation) -> str:
     else:
         found = []
         for cell in ablation.cells:
-            pair = cell.against(cell.fastest)
+            pair = cell.against(cell.opponents[0])
             speedup = f"{pair.speedup.median:.3f} ×" if is_different(pair, cell.control) else "no difference found"
             found.append(f"{label(cell.overrides, cell.mode)} {speedup}")
         subjects = " and ".join(dict.fromkeys(cell.subject for cell in ablation.cells))
@@ -102,8 +106,9 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
     if ablation.cells:
         plots.lead([plots.bars_of(cell) for cell in ablation.cells], folder / "speedup.png", footer)
         drawn["speedup"] = "Step time of every arm on one axis, and the speed-up over each with its 95 % interval"
-        if plots.attributions(ablation.cells, folder / "attribution.png", footer):
-            drawn["attribution"] = "Time of a step by kind of work, and idle time, of every arm on one axis"
+    if profiled := [cell for cell in ablation.cells if cell.attribution]:
+        plots.attributions(profiled, folder / "attribution.png", footer)
+        drawn["attribution"] = "Time of a step by kind of work, and idle time, of every arm on one axis"
     if ablation.parity:
         plots.parity(ablation.parity, folder / "parity.png", footer)
         drawn["parity"] = "Found over expected error of every quantity, beside the band that is accepted"
@@ -111,12 +116,6 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
 
 
 # ---- sections ----------------------------------------------------------------------------------------------------------------
-
-
-def _setting(ablation: Ablation) -> list[str]:
-    """The sizes of a step and the machine: a reader needs them before the first figure."""
-    took = f"The ablation has taken {ablation.environment.get('minutes')} minutes."
-    return [*ablation.notes, *_left_out(ablation.cells), f"{tables.machine(ablation.environment)}. {took}"]
 
 
 def _left_out(cells: Sequence[Cell]) -> list[str]:
@@ -136,17 +135,37 @@ def _pairs(cells: Sequence[Cell]) -> str:
     return f"{markdown(header, rows)}\n\n{wrapped(PAIRED)}" if rows else ""
 
 
-def _prices(cells: Sequence[Cell]) -> str:
-    """The step time of each arm over that of the same arm in the first cell: what another placement or kind costs."""
-    rows = []
-    for mode in dict.fromkeys(cell.mode for cell in cells):
-        first, *others = (cell for cell in cells if cell.mode == mode)
-        for cell in others:
-            for arm in [arm for arm in cell.arms if arm in first.arms and arm != AGAIN]:
-                ratio = unpaired_ratio(*(cycle_times(of.arms[arm].blocks_ms) for of in (cell, first)))
-                rows.append([label(cell.overrides, mode), label(first.overrides), arm, interval_text(ratio)])
-    note = "Above 1: the cell's step takes longer. Unpaired, as cells run one after the other; 95 % intervals over cycles."
-    return f"{markdown(['cell', 'over', 'arm', 'step time (95 %)'], rows)}\n\n{wrapped(note)}" if rows else ""
+def _gpu_time(cells: Sequence[Cell]) -> str:
+    """For each profiled cell the milliseconds of its arms by kind of work, and the Amdahl limit."""
+    sections = []
+    for cell in cells:
+        if (found := cell.attribution) is None:
+            continue
+        parts = parts_ms(cell)
+        rows = [[group, *(number(of[group]) for of in parts.values())] for group in next(iter(parts.values()))]
+        rows.append(["all", *(number(sum(of.values())) for of in parts.values())])
+        least = found.norm_bytes / found.copy_gb_per_s / 1e6  # bytes / (10⁹ bytes / s) in ms
+        reached = [f"{100 * least / ms:.0f} % under {name}" for name, of in parts.items() if (ms := of[found.group])]
+        limits = [
+            f"{limit:.3f} × as fast as with {base} ({cell.subject} saves {100 * found.realised[base]:.0f} % of that)"
+            for base, limit in found.limits.items()
+        ]
+        said = (
+            f"{'The norm sites' if found.group == 'norm' else 'The loss'} of a step must move {found.norm_bytes / 1e9:.2f} GB, "
+            f"which takes {number(least)} ms at the {found.copy_gb_per_s:,.0f} GB/s that a copy reached here; of this copy "
+            f"bandwidth they reach {', '.join(reached) or 'nothing'}. Amdahl limit: no {found.group} kernel makes this step "
+            f"more than {' and '.join(limits)}, unless the step is CPU-bound, where fewer launches may save more."
+        )
+        waits = {name: of[IDLE] / sum(of.values()) for name, of in parts.items()}
+        if max(waits.values()) > WAITING:
+            idle = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in waits.items())
+            said += (
+                f" The GPU is idle in {idle}: this step is CPU-bound. CUDA graphs remove most of the idle time: "
+                "ablate.compile=true train.compile_mode=reduce-overhead."
+            )
+        by_kind = markdown(["ms of a step", *parts], rows)
+        sections.append(f"### {capital(label(cell.overrides, cell.mode))}\n\n{by_kind}\n\n{wrapped(said)}")
+    return "\n\n".join([*sections, wrapped(PROFILE)]) if sections else ""
 
 
 def _masks(cells: Sequence[Cell]) -> list[str]:
@@ -177,14 +196,14 @@ def _steps(cells: Sequence[Cell]) -> str:
 
 
 def step_times(cell: Cell) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table, without columns that have nothing, as those that only a GPU tells."""
-    header, rows = ["arm", "median ms", "p10", "p90", "tokens/s", "peak GiB", "kernels"], []
+    """Header and rows of a table, without the columns that only a GPU tells where there is none."""
+    rows = []
     for name, arm in cell.arms.items():
         steps = list(chain(*arm.blocks_ms))
-        whole = spread(steps)
-        rows.append([f"{name} (A/A)" if name == AGAIN else name, *map(number, (whole.median, whole.p10, whole.p90))])
-        rows[-1].append(f"{1000 * cell.tokens_per_step / fmean(steps):,.0f}")  # from the mean: slow steps count
+        of, per_s = spread(steps), 1000 * cell.tokens_per_step / fmean(steps)  # from the mean: slow steps count
+        rows.append([f"{name} (A/A)" if name == AGAIN else name, *map(number, (of.median, of.p10, of.p90)), f"{per_s:,.0f}"])
         rows[-1].append(NOTHING if arm.peak_gb is None else f"{arm.peak_gb:.2f}")
         rows[-1].append(NOTHING if arm.launches is None else f"{arm.launches:,}")
-    kept = [at for at in range(len(header)) if any(row[at] != NOTHING for row in rows)]
-    return [header[at] for at in kept], [[row[at] for at in kept] for row in rows]
+    columns = zip(["arm", "median ms", "p10", "p90", "tokens/s", "peak GiB", "kernels"], *rows, strict=True)
+    header, *kept = zip(*(column for column in columns if set(column[1:]) != {NOTHING}), strict=True)
+    return list(header), [list(row) for row in kept]

@@ -36,6 +36,10 @@ class Quantity:
     reordered: Interval  # the same of PyTorch's norms with another order of summation: what a legitimate change looks like
     holds: bool
 
+    @property
+    def beside(self) -> str:
+        return f"torch with its sums in another order: {self.reordered.median:.2g} ×"
+
 
 @dataclass(frozen=True)
 class Distances:
@@ -114,39 +118,31 @@ def row_scales(
             hook.remove()
 
 
-def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str, what: str = "norms") -> Result:
-    """Whether the tested arm is farther from the reference, in `exact`, than another order of the sums of `what` explains."""
-    tested, reordered = (np.log([getattr(one, arm) for one in seeds]) for arm in ("tested", "reordered"))
+def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
+    """Whether the tested arm is farther from the reference, in `exact`, than another order of sums explains."""
+    tested, reordered = np.log([(one.tested, one.reordered) for one in seeds]).T
     excess = tested - reordered
     fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
     if len(seeds) > FEW:
         fails = fails or _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
     quantity = Quantity(name, _interval(tested, math.exp), _interval(reordered, math.exp), not bool(fails))
-    failure = (
-        f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({other_order(quantity, what)})"
-    )
+    failure = f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({quantity.beside})"
     return Result(quantity, float(excess.mean()), failure)
 
 
-def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds", what: str = "norms") -> Result:
+def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds") -> Result:
     """Whether the tested arm is off in one direction over the seeds."""
-    tested, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("tested_shift", "reordered_shift"))
+    tested, reordered = np.array([(one.tested_shift, one.reordered_shift) for one in seeds]).T
     towards = tested * np.sign(tested.mean())
     fails = towards.mean() > GROSS_FEW or abs(tested).max() > GROSS
     if len(seeds) > FEW:
         deviation = max(towards.std(ddof=1), float(np.sqrt((reordered**2).mean())))
         fails = fails or _p_above(towards, BIAS, deviation) < level / 2
     quantity = Quantity(f"{name}, shift", _interval(tested), _interval(reordered), not bool(fails))
-    failure = (
-        f"{name} is shifted in one direction over the {over}, by {quantity.tested.median:+.2g} × what rounding explains "
-        f"({other_order(quantity, what)})"
-    )
+    shift = f"{quantity.tested.median:+.2g} × what rounding explains ({quantity.beside})"
     # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
-    return Result(quantity, math.log(max(abs(float(tested.mean())), 1e-9)) - 100, failure)
-
-
-def other_order(quantity: Quantity, what: str = "norms") -> str:
-    return f"PyTorch's {what} summed in another order: {quantity.reordered.median:.2g} ×"
+    excess = math.log(max(abs(float(tested.mean())), 1e-9)) - 100
+    return Result(quantity, excess, f"{name} is shifted in one direction over the {over}, by {shift}")
 
 
 def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:

@@ -3,15 +3,12 @@
 measure/schedule.py has the order of the blocks. Each block begins with the same weights and the same optimizer state, and all
 arms of a cycle take the same batches. Two arms have PyTorch's norms: the difference between them is what the protocol measures
 where there is none (A/A). Between cycles the arms exchange their places in memory: weights and optimizer state of each arm move
-to the addresses of another's. So the effect of an address is spread over the arms. Buffers and activations lie where the
-allocator puts them. With CUDA graphs, which contain the addresses, the arms stay; so does an arm that is not ours, whose
-optimizer has other groups.
+to the addresses of another's. So the effect of an address is spread over the arms. With CUDA graphs, which contain the
+addresses, the arms stay; so does an arm that is not ours, whose optimizer has other groups.
 
 A block contains training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, the copy of the
 state and the reading of the events are outside. They leave the GPU without work, so the first step of a block is not counted:
 it fills the queue, which is seldom empty in a training run.
-
-All blocks of a cell have the same number of steps: ablate.block_steps, or what schedule.block_length says.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,7 +28,6 @@ from training.step import makes_cuda_graphs
 def time_arms(
     arms: Mapping[str, Arm],
     batches: Batches,
-    done: Callable[[int], object],
     may_fail: Collection[str] = (),
     kept: Callable[[Collection[str]], Sequence[Cycle]] = lambda arms: (),
     keep: Callable[[Cycle], None] = lambda blocks_ms: None,
@@ -39,7 +35,6 @@ def time_arms(
     """Times arms that have not taken a step, `torch` among them.
 
     Args:
-        done: called with a number of blocks after they are over, `blocks_of(cycles)` of each arm in all.
         may_fail: arms that are left out if their warm-up fails.
         kept: of the arms that are timed, the first cycles, from an earlier process.
         keep: called with each counted cycle after it.
@@ -64,8 +59,8 @@ def time_arms(
             del arms[name]
             free_memory(device)
     names, before = list(arms), kept(arms)
+    # All blocks of a cell have the same number of steps.
     block_steps = len(before[0][TORCH][0]) if before else plan.block_steps or block_length(list(warm.values()))
-    done(2 * len(names) * len(before))
     ours = [arm for arm in arms.values() if arm.other is None]
     start = Snapshot(arms[TORCH])
     starts = {name: start if arm.other is None else Snapshot(arm) for name, arm in arms.items()}
@@ -85,28 +80,13 @@ def time_arms(
         times = list(clock.steps_ms)
         if clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
             # Memory that was held before, above all by other arms, is not this arm's.
-            own = clock.peak_gb - held + Snapshot.bytes_of(arms[name]) / 2**30
+            own = clock.peak_gb - held + starts[name].nbytes / 2**30
             peaks[name] = max(peaks.get(name, 0.0), own)
-        done(1)
         return times
 
     blocks = run_blocks(block, names, plan.cycles, cfg.seed, before, before_cycle, keep)
-    found = {
-        name: ArmTimes(
-            blocks_ms=blocks[name],
-            positions=positions_of(name, names, plan.cycles, cfg.seed),
-            peak_gb=peaks.get(name),
-            launches=None,  # a profiler would tell
-            first_loss=first[name],
-        )
-        for name in names
-    }
-    return found, failed
-
-
-def blocks_of(cycles: int) -> int:
-    """Blocks of an arm: two in each cycle, and in one that is not counted."""
-    return 2 * (cycles + 1)
+    positions = {name: positions_of(name, names, plan.cycles, cfg.seed) for name in names}
+    return {n: ArmTimes(blocks[n], positions[n], peaks.get(n), launches=None, first_loss=first[n]) for n in names}, failed
 
 
 def run(arm: Arm, batches: Batches, steps: range, clock: StepClock) -> list[Tensor]:

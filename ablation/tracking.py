@@ -16,8 +16,6 @@ from measure.statistics import spread
 from measure.tables import label
 from measure.tracking import Group
 
-PAIR_COLUMNS = ["cell", "arm", "base", "speed-up", "low", "high", "ms", "ms low", "ms high"]
-
 
 def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:
     """Logs the ablation, and nothing where W&B is disabled. Returns the mode, and why."""
@@ -47,10 +45,4 @@ def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:
             for name, value in vars(cell.against(base).speedup).items()
         },
     }
-    pairs = [
-        [label(cell.overrides, cell.mode), arm, base, *vars(pair.speedup).values(), *vars(pair.difference_ms).values()]
-        for cell in found.cells
-        for base, of in cell.pairs.items()
-        for arm, pair in of.items()
-    ]
-    return group.sum_up(configs.to_dict(variants[0].cfg), values, {"pairs": (PAIR_COLUMNS, pairs)})
+    return group.sum_up(configs.to_dict(variants[0].cfg), values, {})

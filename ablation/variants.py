@@ -1,6 +1,7 @@
 """What a command line of ablate.py asks for: configurations, and the arms and cells of each. Everything is refused here that
 can be refused without data or a model."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from measure.comparison import AGAIN, FUSED, TORCH
 from measure.tables import label
 from training.tracking import agent_job, with_defaults
 
-EAGER, COMPILED = "eager", "compiled"
+EAGER, COMPILED, PARITY = "eager", "compiled", "parity"  # the parts of an ablation
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,20 @@ class Variant:
 
     @property
     def tested(self) -> list[str]:
-        """The arms that have a parity test: eager ones that can take the shared dropout masks."""
-        found = []
-        for arm in self.arms(EAGER)[2:] if self.cfg.ablate.parity_seeds else ():
-            if arm != NANOGPT:
-                cfg = switched(self.cfg, arm)
-                cfg.norm.dropout_masks = DropoutMasks.shared
-                found += [] if any(rules.refused_by_library(cfg, machine.inspect(cfg.device))) else [arm]
-        return found
+        """The arms that have a parity test: eager ones of ours that can take the shared dropout masks."""
+        shared = copy.deepcopy(self.cfg)
+        shared.norm.dropout_masks = DropoutMasks.shared
+        arms = [arm for arm in self.arms(EAGER)[2:] if arm != NANOGPT] if shared.ablate.parity_seeds else []
+        return [arm for arm in arms if not why_not(shared, arm)]
+
+    @property
+    def parts(self) -> list[str]:
+        return [*self.modes, *([PARITY] if self.tested else [])]
+
+
+def why_not(cfg: Config, arm: str) -> str:
+    """Why another library's arm can't have this configuration here; empty where it can."""
+    return "" if arm == NANOGPT else " ".join(rules.refused_by_library(switched(cfg, arm), machine.inspect(cfg.device)))
 
 
 def variants_of(arguments: Sequence[str]) -> list[Variant]:
@@ -62,9 +69,9 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
     """
-    swept = {o.get_key_element(): o.input_line for o in configs.parse(arguments) if o.is_sweep_override()}
+    swept = {override.get_key_element() for override in configs.parse(arguments) if override.is_sweep_override()}
     if "folder" in swept:
-        raise ConfigError(f"{swept['folder']}: an ablation has one folder. Name one.")
+        raise ConfigError("folder has several values, and an ablation has one folder. Name one.")
     found: list[Variant] = []
     for job in configs.jobs(arguments):
         rules.check_ablation(job)
@@ -78,11 +85,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         if with_defaults(cfg.logging)[0].wandb is not WandbMode.disabled and agent_job():
             raise ConfigError("an ablation is several runs, a W&B agent's job is one. Sweep with ablate.py KEY=A,B instead.")
         pairs = (override.partition("=")[::2] for override in job)
-        refused = {
-            arm: why
-            for arm in cfg.ablate.arms
-            if arm != NANOGPT and (why := " ".join(rules.refused_by_library(switched(cfg, arm), on)))
-        }
+        refused = {arm: why for arm in cfg.ablate.arms if (why := why_not(cfg, arm))}
         found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}, refused))
         if not found[-1].modes:
             raise ConfigError("ablate.eager=false: leaves nothing to time. Use ablate.compile=true, with fused among the arms.")

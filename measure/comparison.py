@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from statistics import fmean, median
 
 from measure.statistics import Interval, paired_difference, paired_ratio
@@ -63,27 +64,21 @@ def conclusion(subject: str, of: Mapping[str, Comparison], control: Comparison) 
         of: the comparisons of the subject with its opponents, the fastest first.
     """
     (fastest, comparison), *others = of.items()
-    if comparison.speedup.median != comparison.speedup.median:
+    found = comparison.speedup
+    if isnan(found.median):
         return "no conclusion: the step times are not numbers"
-    aa = f"A/A {interval_text(control.speedup)}"
-    if not control.speedup.holds(1):
-        # Two equal arms may stay apart in every cycle, by where their memory lies. No interval over cycles shows that.
-        aa += ", which leaves out 1: intervals here may be too narrow"
     against = f"{fastest}, the fastest other arm" if others else fastest
-    found = compared(subject, against, comparison, control)
-    rest = [f"against {name} {_speedup(other)}" for name, other in others]
-    return "; ".join([found, *rest, aa])
+    if is_different(comparison, control):
+        slower = ", that is slower" if found.median < 1 else ""
+        said = f"{subject} {_words(found)} as fast as {against}{slower}"
+    else:
+        why = "its interval contains 1" if found.holds(1) else "A/A shows as much"
+        said = f"no difference found between {subject} and {against}: {_words(found)}, and {why}"
+    rest = [f"against {name} {_words(other.speedup)}" for name, other in others]
+    # Two equal arms may stay apart in every cycle, by where their memory lies. No interval over cycles shows that.
+    narrow = "" if control.speedup.holds(1) else ", which leaves out 1: intervals here may be too narrow"
+    return "; ".join([said, *rest, f"A/A {interval_text(control.speedup)}{narrow}"])
 
 
-def compared(subject: str, against: str, comparison: Comparison, control: Comparison) -> str:
-    """What may be said of one pair."""
-    if not is_different(comparison, control):
-        why = "its interval contains 1" if comparison.speedup.holds(1) else "A/A shows as much"
-        return f"no difference found between {subject} and {against}: {_speedup(comparison)}, and {why}"
-    slower = ", that is slower" if comparison.speedup.median < 1 else ""
-    return f"{subject} {_speedup(comparison)} as fast as {against}{slower}"
-
-
-def _speedup(comparison: Comparison) -> str:
-    of = comparison.speedup
-    return f"{of.median:.3f} × (95 % {of.low:.3f} to {of.high:.3f})"
+def _words(speedup: Interval) -> str:
+    return f"{speedup.median:.3f} × (95 % {speedup.low:.3f} to {speedup.high:.3f})"

@@ -16,7 +16,7 @@ from measure import attribution
 from measure.comparison import AGAIN, FUSED, TORCH
 from tests.ablation import faults, results
 from tests.ablation.peer import checkout
-from tests.runs import newest, raising, train_here
+from tests.runs import newest, train_here
 
 TIMES = "ablate.parity_seeds=0"  # without parity
 
@@ -109,17 +109,13 @@ def test_what_the_data_or_the_weights_refuse_of_any_cell_is_refused_before_the_f
     ("override", "message"),
     [
         ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]"),
-        (
-            "ablate.arms=[torch,fuse]",
-            "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean fused?",
-        ),
+        ("ablate.arms=[torch,fuse]", "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean"),
         ("ablate.switch=loss loss.impl=torch", "loss.impl=torch: loss.impl is what ablate.py compares."),
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
         ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
-        ("train.compile=true", "Use ablate.compile=true"),
         ("resume=runs/a", "an ablation goes on with folder=runs/a resume=auto"),
-        ("folder=runs/a,runs/b", "folder=runs/a,runs/b: an ablation has one folder"),
+        ("folder=runs/a,runs/b", "an ablation has one folder"),
     ],
 )
 def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, tiny, here, tmp_path, capsys):
@@ -127,13 +123,25 @@ def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, t
     assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
-def test_a_signal_keeps_the_measured_cells(tiny, here, measured, monkeypatch, capsys, ablations):
-    cells = iter([ablate.measure, lambda *_: os.kill(os.getpid(), signal.SIGTERM)])
+def no_memory(*_):
+    raise torch.OutOfMemoryError("tried to allocate 100 GiB")
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "said"),
+    [
+        (lambda *_: os.kill(os.getpid(), signal.SIGTERM), 143, "To go on, add folder=runs/"),
+        (no_memory, ablate.OUT_OF_MEMORY, "ablate.parity_seeds=0"),
+    ],
+)
+def test_a_signal_and_a_lack_of_memory_keep_what_was_measured(
+    fails, code, said, tiny, here, measured, monkeypatch, capsys, ablations
+):
+    cells = iter([ablate.measure, fails])
     monkeypatch.setattr(ablate, "measure", lambda *given: next(cells)(*given))
-    assert ablate.main([*tiny, TIMES, "model.dropout=0.0,0.1"]) == 143
-    assert len(ablations[-1].cells) == 1
+    assert ablate.main([*tiny, TIMES, "model.dropout=0.0,0.1"]) == code
+    assert len(ablations[-1].cells) == 1 and said in capsys.readouterr().err
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
-    assert f"To go on, add folder=runs/{here().name} resume=auto" in capsys.readouterr().err
 
 
 def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(tiny, here, monkeypatch, ablations):
@@ -145,7 +153,7 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
     assert parity.arm == FUSED and not parity.holds
     assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
     report = " ".join((here() / "report.md").read_text(encoding="utf-8").split())
-    assert "PyTorch's loss summed in another order" in report and "parity FAILS" in report
+    assert "torch with its sums in another order" in report and "parity FAILS" in report
 
 
 def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tiny, here, monkeypatch, capsys, ablations):
@@ -183,20 +191,6 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     report = " ".join((folder / "report.md").read_text(encoding="utf-8").split())
     assert "Cycles of an earlier process, which was stopped: 4 of eager." in report and "NOT FINISHED" not in report
     assert not (folder / "cycles.jsonl").exists()
-
-
-def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys, ablations):
-    monkeypatch.setattr(ablate.parity, "parity", raising(torch.OutOfMemoryError("tried to allocate 100 GiB")))
-    assert ablate.main(tiny) == ablate.OUT_OF_MEMORY
-    assert "ablate.parity_seeds=0" in capsys.readouterr().err
-    assert len(ablations[-1].cells) == 1
-    assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
-
-
-def test_help_says_where_the_report_goes_and_lists_the_keys_that_are_refused(capsys):
-    assert ablate.main(["--help"]) == 0
-    refused = capsys.readouterr().out.partition("which are refused")[2]
-    assert "runs/TIME_ablation/" in refused and "train.compile" in refused
 
 
 def test_the_job_of_a_wandb_agent_is_refused_unless_wandb_is_disabled(tiny, here, measured, monkeypatch, capsys):

@@ -1,14 +1,11 @@
 """What norm kernels could gain, against counts by hand."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from ablation.gpu_time import attribute, gpu_time, norm_bytes
+from ablation.gpu_time import attribute, norm_bytes
 from configs.schema import BlockLayout, Positions, ResidualDtype
 from measure.attribution import Share
-from tests.ablation import results
 from tests.runs import config, precision
 
 
@@ -51,14 +48,3 @@ def test_bound_and_realised_part_are_amdahls(torch_ms, fused_ms, step_ms, bound,
     }
     result = attribute(shares, {"torch": step_ms}, "fused", 16 * 10**9, 4000.0)
     assert (result.limits["torch"], result.realised["torch"]) == pytest.approx((bound, realised))
-
-
-def test_that_a_step_is_cpu_bound_is_said_where_the_gpu_waits():
-    (cell,) = results.ablation([{}], ["eager"]).cells
-    for busy in (0.85, 0.75):  # beside a fifth of a step
-        shares = {
-            name: [Share("GEMM", 131.7 * busy / by, 100)] for name, by in (("torch", 1), ("compiled", 1.1), ("fused", 1.2))
-        }
-        text = " ".join(gpu_time([replace(cell, attribution=replace(cell.attribution, shares=shares))]).split())
-        waits = "The GPU is idle in 25 % of a step under torch and 25 % of a step under compiled and"
-        assert (waits in text and "this step is CPU-bound" in text) == (busy == 0.75)

@@ -15,19 +15,16 @@ def masks(p=0.1, seed=0):
     return (torch.rand(2, N, generator=torch.Generator().manual_seed(seed)) < p).unbind()
 
 
-def repeated(mask, lag):
-    """Every second run of `lag` elements is that before it."""
-    return mask.view(-1, 2, lag)[:, :1].expand(-1, 2, lag).reshape(-1)
-
-
-def test_independent_masks_pass_at_every_seed():
+def test_independent_masks_pass_at_every_seed_and_another_rate_is_found():
     assert all(judge_masks("torch", 0.1, *masks(seed=seed)).holds for seed in range(10))
+    assert not judge_masks("torch", 0.1, *masks(p=0.105)).holds
 
 
 @pytest.mark.parametrize("lag", [1, 4, 1024])
 def test_masks_that_repeat_over_neighbours_are_found(lag):
     first, second = masks()
-    found = judge_masks("compiled", 0.1, repeated(first, lag), second)
+    repeated = first.view(-1, 2, lag)[:, :1].expand(-1, 2, lag).reshape(-1)  # every second run of elements is that before it
+    found = judge_masks("compiled", 0.1, repeated, second)
     assert not found.holds and found.where == f"{lag:,} elements apart" and found.correlation == pytest.approx(0.5, abs=0.02)
 
 
@@ -36,10 +33,6 @@ def test_two_calls_with_one_mask_are_found(shift, where):
     first, _ = masks()
     found = judge_masks("compiled", 0.1, first, first.roll(shift))
     assert not found.holds and found.where == where and found.correlation > 0.99
-
-
-def test_another_rate_is_found():
-    assert not judge_masks("torch", 0.1, *masks(p=0.105)).holds
 
 
 def test_the_arms_own_masks_pass_and_shared_ones_and_none_are_not_looked_at(monkeypatch):

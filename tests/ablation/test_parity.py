@@ -42,11 +42,16 @@ def found(loaded, dtype, device="cpu"):
     return result
 
 
-def test_the_fused_norms_pass_over_eight_seeds_and_over_any_four_of_them(tiny, dtype=BF16):
+def test_the_fused_norms_pass_over_eight_seeds_and_over_any_four_of_them(tiny):
     cfg, corpus = tiny()
-    runs = [measure(cfg, seed, PRECISION[dtype], corpus, [FUSED]) for seed in range(8)]
-    assert judge(runs, FUSED, PRECISION[dtype], {}).verdict.startswith("Parity holds: ")
-    assert all(judge(runs[first : first + 4], FUSED, PRECISION[dtype], {}).holds for first in range(5))
+    runs = [measure(cfg, seed, PRECISION[BF16], corpus, [FUSED]) for seed in range(1, 9)]
+    whole = judge(runs, FUSED, PRECISION[BF16], {})
+    assert whole.verdict.startswith("Parity holds: ") and "No kernel ran" in whole.verdict
+    assert whole.seeds == list(range(1, 9)) and set(whole.val_loss) == set(ARMS)
+    assert all(judge(runs[first : first + 4], FUSED, PRECISION[BF16], {}).holds for first in range(5))
+    one, other = runs[:2]
+    assert [one.losses[arm][0] for arm in ARMS] == pytest.approx([one.losses[TORCH][0]] * 4, rel=1e-4)
+    assert one.losses[TORCH] != other.losses[TORCH] and len({tuple(one.losses[arm]) for arm in ARMS}) > 2
 
 
 @pytest.mark.gpu
@@ -101,7 +106,6 @@ def test_a_planted_fault_in_a_loss_fails_parity_and_the_loss_passes_with_any_opt
     monkeypatch.setattr(model.loss, "linear_cross_entropy_fn", fault or model.loss.linear_cross_entropy_fn)
     result = found(tiny(LOSS[0], *keys), dtype)
     assert result.holds == (fault is None), result.verdict
-    assert "PyTorch's loss summed in another order" in result.verdict
     assert {"loss", "gradient norm", "gradient of the final norm", "parameters"} <= set(result.distances)
 
 
@@ -121,16 +125,6 @@ def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
     assert all(math.isfinite(x) for q in result.quantities for x in (q.tested.low, q.tested.median, q.tested.high))
 
 
-def test_arms_share_weights_batches_and_masks(tiny):
-    cfg, corpus = tiny()
-    result = found((cfg, corpus), BF16)
-    assert set(result.val_loss) == set(ARMS)
-    assert (result.seeds, result.steps, result.precision) == ([1, 2, 3, 4], 2, "bf16")
-    one, other = (measure(cfg, seed, PRECISION[BF16], corpus, [FUSED]) for seed in (1, 2))
-    assert [one.losses[arm][0] for arm in ARMS] == pytest.approx([one.losses[TORCH][0]] * 4, rel=1e-4)
-    assert one.losses[TORCH] != other.losses[TORCH] and len({tuple(one.losses[arm]) for arm in ARMS}) > 2
-
-
 def made_up(draw, seeds, ratio=1.0, shift=0.0):
     """Distances of a fused arm that is `ratio` times as far as the reordered one, and seeds that scatter by a fifth."""
     return [
@@ -146,20 +140,19 @@ def test_a_correct_norm_fails_no_more_often_than_the_level(seeds=5, level=0.01):
         assert np.mean([not judged(one).quantity.holds for one in repeats]) < 1.8 * level
 
 
-def test_a_wrong_norm_fails_by_size_or_by_sign():
+def test_a_wrong_norm_fails_by_size_or_by_sign_and_ten_times_the_expected_error_at_any_number_of_seeds():
     draw = np.random.default_rng(1)
-    for seeds, wrong in ((5, {"ratio": 6.0}), (5, {"shift": 3.0}), (8, {"ratio": 2.0}), (8, {"shift": 1.0})):
-        distances = made_up(draw, seeds, **wrong)
-        holds = [size_test("loss", distances, 1e-3, "fp32").quantity.holds, sign_test("loss", distances, 1e-3).quantity.holds]
-        assert holds == ["ratio" not in wrong, "shift" not in wrong]
-
-
-def test_fourteen_times_the_expected_error_fails_at_any_number_of_seeds(level=1e-4):
-    """Of four seeds that scatter the t-test alone would let it pass."""
-    for seeds in range(1, 7):
+    far, shifted = [], []
+    for seeds, ratio, shift in ((5, 6.0, 3.0), (8, 2.0, 1.0)):
+        far.append((made_up(draw, seeds, ratio=ratio), 1e-3))
+        shifted.append((made_up(draw, seeds, shift=shift), 1e-3))
+    for seeds in range(1, 7):  # of four seeds that scatter as these do the t-test alone would let fourteen times pass
         errors = [14.0 * scatter for scatter in (1.6, 0.7, 1.4, 0.8, 1.2, 0.9)][:seeds]
-        assert not size_test("loss", [Distances(e, 1.0, 0.0, 0.1) for e in errors], level, "fp32").quantity.holds
-        assert not sign_test("loss", [Distances(1.0, 1.0, e, 0.1) for e in errors], level).quantity.holds
+        far.append(([Distances(e, 1.0, 0.0, 0.1) for e in errors], 1e-4))
+        shifted.append(([Distances(1.0, 1.0, e, 0.1) for e in errors], 1e-4))
+    for is_far, distances, level in [*((True, *one) for one in far), *((False, *one) for one in shifted)]:
+        holds = [size_test("loss", distances, level, "fp32").quantity.holds, sign_test("loss", distances, level).quantity.holds]
+        assert holds == [not is_far, is_far]
 
 
 @pytest.fixture(scope="module")

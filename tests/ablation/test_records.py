@@ -14,15 +14,12 @@ def test_raw_files_have_a_line_for_each_block_or_kernel_and_the_report_has_none_
     (cell,), (parity,) = found.cells, found.parity
     parity.val_loss[FUSED][0] = float("inf")  # which JSON lacks
     records.save(found, tmp_path)
-    kernels, steps = (
-        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("kernels.jsonl", "steps.jsonl")
-    )
+    kernels, steps = (list(map(json.loads, (tmp_path / f"{name}.jsonl").open())) for name in ("kernels", "steps"))
     where = {"overrides": {"model.dropout": "0.1"}, "mode": "eager", "arm": TORCH}
     assert steps[1] == where | {"block": 1, "turn": cell.arms[TORCH].positions[1], "ms": cell.arms[TORCH].blocks_ms[1]}
     assert len(steps) == sum(len(arm.blocks_ms) for arm in cell.arms.values())
-    assert {(line["arm"], line["group"]) for line in kernels} == {
-        (arm, group) for arm in (TORCH, "compiled", FUSED) for group in GROUPS
-    }
+    wanted = {(arm, group) for arm in (TORCH, "compiled", FUSED) for group in GROUPS}
+    assert {(line["arm"], line["group"]) for line in kernels} == wanted
     kept = json.loads((tmp_path / "report.json").read_text())
     arm = kept["cells"][0]["arms"][TORCH]
     assert arm.keys() >= {"step_ms", "block_steps"} and not {"blocks_ms", "positions"} & arm.keys()

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from ablation import plots, report
+from measure.attribution import Share
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH
 from measure.plots import ARMS
 from tests.ablation import results
@@ -36,8 +37,8 @@ def row(text, start):
 def test_report_has_every_section_and_its_pictures(tmp_path):
     text = report.write(results.ablation(), tmp_path).read_text(encoding="utf-8")
     assert re.findall(r"^## (.*)$", text, re.M) == [
-        "What was measured", "Every pair", "What the swept keys cost", "Where the time goes", "Parity", "Step times",
-        "Environment", "Command", "Configuration",
+        "What was measured", "Every pair", "Where the time goes", "Parity", "Step times", "Environment", "Command",
+        "Configuration",
     ]  # fmt: skip
     pictures = re.findall(r"\]\((\S+)\)", text)
     assert pictures == ["speedup.png", "attribution.png", "parity.png"]
@@ -65,13 +66,16 @@ def test_the_verdict_comes_first(tmp_path, one):
 
 def test_gpu_time_stands_beside_the_timed_step_and_the_amdahl_limit_over_each_base(tmp_path, one):
     text = written(one, tmp_path)
-    timed = [float(entry) for entry in row(text, "| all") if entry]
+    timed, idle = ([float(entry) for entry in row(text, start)] for start in ("| all", "| idle"))
     assert timed == pytest.approx([131.7, 131.7 / 1.1, 131.7 / 1.2], rel=0.02)
-    idle = [float(entry) for entry in row(text, "| idle") if entry]
     assert idle == pytest.approx([0.05 * 131.7] * 3, rel=0.2)
-    assert "must move 40.00 GB, which takes 9.756 ms at the 4,100 GB/s" in words(text)
+    assert "must move 40.00 GB, which takes 9.756 ms at the 4,100 GB/s" in words(text) and "is CPU-bound." not in words(text)
     assert "no norm kernel makes this step more than 1.250 × as fast as with torch (fused saves 83 %" in words(text)
-    assert "and 1.136 × as fast as with compiled" in words(text)
+    (cell,) = one.cells
+    half = {arm: [Share("GEMM", ms, 9), Share("norm", 1.0, 9)] for arm, ms in ((TORCH, 65), ("compiled", 60), (FUSED, 54))}
+    waits = dataclasses.replace(cell, attribution=dataclasses.replace(cell.attribution, shares=half))
+    text = words(written(dataclasses.replace(one, cells=[waits]), tmp_path))
+    assert "The GPU is idle in 50 % of a step under torch" in text and "this step is CPU-bound." in text
 
 
 def test_tables_fit_a_terminal_and_have_arms_control_and_conclusion(tmp_path):

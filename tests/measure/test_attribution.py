@@ -1,31 +1,19 @@
-from collections import Counter
-from functools import partial
+"""Kinds of work: by the names of kernels, by the places that launch them, and of a whole step in CPU operators."""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
 
 from ablation.arms import build_arm
-from configs import Config
 from configs.schema import LossImpl, NormKind
 from measure import attribution
-from measure.attribution import (
-    GROUPS,
-    LOSS_SITE,
-    NORM_SITE,
-    Kernel,
-    KernelTime,
-    by_name,
-    device_times,
-    group_of,
-    profile_step,
-    shares,
-)
+from measure.attribution import LOSS_SITE, NORM_SITE, Kernel, Launch, gpu_launches, group_of, shares, summed
 from model.loss import cross_entropy
 from tests.runs import config, precision
-from train import training_step
 
 VOCABULARY = 64
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
@@ -69,56 +57,71 @@ PLACES = [
 ]
 
 
-def profiled(cfg: Config, dtype: torch.dtype) -> list[KernelTime]:
-    arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY))
-    batch = torch.randint(VOCABULARY, (2, 2, cfg.model.context))
-    step = partial(training_step, arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
-    found = profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.state.model.modules()), "the marks are gone"
-    assert attribution.losses.cross_entropy is cross_entropy, "the mark of the loss too"
-    return found
-
-
 def test_a_kernels_name_and_place_give_its_group():
     for group, name, within, forward in [*PLACES, *((group, name, (), ()) for group, name in NAMES)]:
-        assert group_of(KernelTime(name, 1.0, 1, within, forward)) == group, (name, within)
-    kernels = [KernelTime(SUM, us, 5, within) for us, (_, name, within, _) in zip((30, 20, 12), PLACES[6:9], strict=True)]
-    assert by_name(kernels) == [Kernel(SUM, "other", 0.032, 10), Kernel(SUM, "norm", 0.03, 5)], "one line of a table each"
+        assert group_of(name, within, forward) == group, (name, within)
+    launches = [Launch(SUM, us, within) for us, (_, _, within, _) in zip((30, 20, 12), PLACES[6:9], strict=True)]
+    assert summed(2 * launches, 2) == [Kernel(SUM, "other", 0.032, 2), Kernel(SUM, "norm", 0.03, 1)], "one line for each kind"
+    # In a model that runs eager, what torch.compile makes are sites, whose names may tell nothing, and the loss.
+    compiled = [Launch("triton_poi_fused_add_0", 1.0), Launch("triton_red_fused_nll_loss_1", 1.0), Launch(ELEMENTWISE, 1.0)]
+    assert [group_of(*launch[:1]) for launch in compiled] == ["other", "loss", "other"], "of a model that is compiled whole"
+    marked = map(attribution.with_compiled_site, compiled)
+    assert [group_of(m.name, m.within) for m in marked] == ["norm", "loss", "other"]
 
 
-def groups(kernels: list[KernelTime], name: str) -> Counter:
-    """Launches of the operator `name` by group."""
-    return sum((Counter({group_of(k): k.launches}) for k in kernels if k.name == name), Counter())
+@pytest.fixture(scope="module")
+def operators():
+    """A function: the CPU operators of a training step, as if each was a GPU kernel."""
+
+    def of(cfg, dtype):
+        arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY))
+        batch = tuple(torch.randint(VOCABULARY, (2, 2, cfg.model.context)))
+        arm.step(batch, 0)
+        with attribution.marked_sites(arm.state.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
+            arm.step(batch, 1)
+        assert not any("forward" in vars(module) for module in arm.state.model.modules()), "the marks are gone"
+        assert attribution.losses.cross_entropy is cross_entropy, "the mark of the loss too"
+        events = [e for e in profiler.events() if e.device_type == DeviceType.CPU and not e.is_async]
+        place = attribution.places(events)
+        return [Launch(e.name, e.self_cpu_time_total, *place(e)) for e in events if not e.is_user_annotation]
+
+    return of
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(NormKind.layernorm, torch.bfloat16), (NormKind.rmsnorm, torch.float32)])
-def test_all_operators_of_a_step_are_in_their_groups_in_forward_and_backward_and_sum_to_the_total(dtype, kind):
+def test_all_operators_of_a_step_are_in_their_groups_in_forward_and_backward_and_sum_to_the_total(operators, dtype, kind):
     cfg, sites = config(attention_dropout=0.0), 5
     cfg.norm.kind, cfg.loss.impl = kind, LossImpl.torch
-    kernels = profiled(cfg, dtype)
-    operators = {"GEMM": ["addmm"], "optimizer": ["_fused_adamw_"], "other": ["gelu_backward", "embedding_dense_backward"]}
-    operators["loss"] = ["_log_softmax", "_log_softmax_backward_data", "nll_loss_backward"]
-    for group, name in ((group, name) for group, names in operators.items() for name in names):
-        assert groups(kernels, f"aten::{name}").keys() == {group}, name
-    casts = [k for k in kernels if k.name == "aten::copy_" and LOSS_SITE in k.within + k.forward]
-    assert {group_of(k) for k in casts} == ({"loss"} if dtype == torch.bfloat16 else set()), "of logits and of their gradient"
-    assert {kernel.forward != () for kernel in kernels if group_of(kernel) == "attention"} == {True, False}
-    table = shares(kernels)
-    assert tuple(share.group for share in table) == GROUPS and all(share.ms > 0 for share in table)
-    assert sum(share.ms for share in table) == pytest.approx(sum(kernel.us for kernel in kernels) / 1000)
-    assert sum(share.launches for share in table) == sum(kernel.launches for kernel in kernels)
-    assert groups(kernels, "aten::bernoulli_") == {"norm": sites}
+    launches = operators(cfg, dtype)
+
+    def groups(found):
+        return [group_of(launch.name, launch.within, launch.forward) for launch in found]
+
+    def named(*names):
+        return [launch for launch in launches if launch.name in names]
+
+    wanted = {"GEMM": ["addmm"], "optimizer": ["_fused_adamw_"], "other": ["gelu_backward", "embedding_dense_backward"]}
+    wanted["loss"] = ["_log_softmax", "_log_softmax_backward_data", "nll_loss_backward"]
+    for group, name in ((group, name) for group, names in wanted.items() for name in names):
+        assert set(groups(named(f"aten::{name}"))) == {group}, name
+    casts = [launch for launch in named("aten::copy_") if LOSS_SITE in launch.within + launch.forward]
+    assert set(groups(casts)) == ({"loss"} if dtype == torch.bfloat16 else set()), "of logits and of their gradient"
+    assert groups(named("aten::bernoulli_")) == ["norm"] * sites
     # The positions are added outside a site, and CPU attention may add; each site but the first adds its residual.
-    adds = [k for k in kernels if k.name == "aten::add" and NORM_SITE in k.within and "aten::layer_norm" not in k.within]
-    assert {group_of(k) for k in adds} == {"norm"} and sum(k.launches for k in adds) >= sites - 1
-    dropouts = [k for k in kernels if k.name == "MulBackward0" and NORM_SITE in k.forward and "aten::dropout" in k.forward]
-    assert {group_of(k) for k in dropouts} == {"norm"} and sum(k.launches for k in dropouts) == sites
+    adds = [launch for launch in named("aten::add") if NORM_SITE in launch.within and "aten::layer_norm" not in launch.within]
+    assert set(groups(adds)) == {"norm"} and len(adds) >= sites - 1
+    dropouts = [launch for launch in named("MulBackward0") if {NORM_SITE, "aten::dropout"} <= set(launch.forward)]
+    assert groups(dropouts) == ["norm"] * sites
     if kind == NormKind.layernorm:
         for name in ("aten::native_layer_norm", "aten::native_layer_norm_backward"):
-            assert groups(kernels, name) == {"norm": sites}
+            assert groups(named(name)) == ["norm"] * sites
         # what backward adds up: the gradients of the stream, which the final norm has none of
-        sums = [k for k in kernels if k.name in ("aten::add", "aten::add_") and "NativeLayerNormBackward0" in k.within[-1]]
-        assert {group_of(k) for k in sums} == {"norm"} and sum(k.launches for k in sums) == sites - 1
+        sums = [launch for launch in named("aten::add", "aten::add_") if "NativeLayerNormBackward0" in launch.within[-1]]
+        assert groups(sums) == ["norm"] * (sites - 1)
+    table = shares(summed(launches, steps=1))
+    assert tuple(share.group for share in table) == attribution.GROUPS and all(share.ms > 0 for share in table)
+    assert sum(share.ms for share in table) == pytest.approx(sum(launch.us for launch in launches) / 1000)
+    assert sum(share.launches for share in table) == len(launches)
 
 
 def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
@@ -127,7 +130,7 @@ def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
 
     ours = [rotary.rotary_forward_kernel, rotary.rotary_backward_kernel, rotary.finish_rotary_weights_kernel]
     ours += [forward.norm_forward_kernel, backward.norm_backward_kernel, weight_gradients.finish_weight_gradients_kernel]
-    assert {group_of(KernelTime(kernel.fn.__name__, 1.0, 1)) for kernel in (*ours, dropout.dropout_kernel)} == {"norm"}
+    assert {group_of(kernel.fn.__name__) for kernel in (*ours, dropout.dropout_kernel)} == {"norm"}
 
 
 def event(id_, name, start, end, parent=None, *, device=DeviceType.CPU, thread=1, annotation=False, **more) -> FunctionEvent:
@@ -165,11 +168,11 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
     for name in ("Optimizer.step#AdamW.step", NORM_SITE):  # ranges of the host, whether or not they are flagged as such there
         events.append(event(0, name, 0, 5, annotation=True))
         events += [event(0, name, 500, 640, device=DeviceType.CUDA, annotation=flag) for flag in (True, False)]
-    kernels = device_times(events, steps=1)
-    found = {share.group: (share.ms, share.launches) for share in shares(kernels)}
+    launches = gpu_launches(events)
+    found = {share.group: (share.ms, share.launches) for share in shares(summed(launches, steps=1))}
     assert found["norm"] == (pytest.approx((30 + 40 + 11) / 1000), 3)
     assert found["other"] == (pytest.approx((5 + 2) / 1000), 1)
-    assert sum(kernel.us for kernel in kernels) == pytest.approx(88)
+    assert sum(launch.us for launch in launches) == pytest.approx(88)
 
 
 def test_time_in_which_a_kernel_waits_for_the_one_before_it_is_counted_once():
@@ -184,12 +187,5 @@ def test_time_in_which_a_kernel_waits_for_the_one_before_it_is_counted_once():
     events = [node, *(event(0, name, start, end, device=DeviceType.CUDA) for name, (start, end) in ran.items())]
     for name in ("finish_weight_gradients_kernel", "norm_backward_kernel"):
         node.append_kernel(name, 0, ran[name][1] - ran[name][0])
-    found = {kernel.name: (kernel.us, len(kernel.within)) for kernel in device_times(events, steps=1)}
+    found = {launch.name: (launch.us, len(launch.within)) for launch in gpu_launches(events)}
     assert found == dict(zip(ran, [(60, 1), (5, 1), (100, 0), (0, 0)], strict=True))
-
-
-def test_kernels_that_torch_compile_makes_in_an_eager_model_are_norm_or_loss():
-    """Sites compiled alone: their names may tell nothing, and those of the loss do."""
-    kernels = [KernelTime(name, 1.0, 1) for name in ("triton_poi_fused_add_0", "triton_red_fused_nll_loss_1", ELEMENTWISE)]
-    assert [group_of(kernel) for kernel in kernels] == ["other", "loss", "other"], "of a model that is compiled whole"
-    assert [group_of(attribution._of_compiled_site(kernel)) for kernel in kernels] == ["norm", "loss", "other"]

@@ -57,7 +57,6 @@ from training.storage import claim, relative, replace_text
 
 OUT_OF_MEMORY = 3  # exit code
 LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
-SWEPT = "The configuration below is the first of those that were swept; ablate.py sets what is compared, and train.compile."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,16 +117,14 @@ def prepare(variant: Variant) -> Work:
         show(f"nanoGPT's model and ours compute the same: loss and gradients in fp64 agree to {off:.0e}")
     held = f"loss.impl={cfg.loss.impl}" if cfg.ablate.switch is Switch.norm else f"norm.impl={cfg.norm.impl}"
     # A smaller vocabulary and a smaller batch give the norms a larger share of the time.
-    size = (
-        f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of {model.vocab_size:,}; "
-        f"{cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}. Compared: {cfg.ablate.switch.key}. "
-        f"All arms{' but nanogpt' if NANOGPT in cfg.ablate.arms else ''} have {held}."
-    )
-    if cfg.init_from:
-        size += f" It begins with the weights of {cfg.init_from}."
-    if cfg.norm.placement is not Placement.pre:
-        size += " The Amdahl limit counts the bytes of norm.placement=pre."
-    return Work(variant, precision, corpus, size)
+    size = [
+        f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of {model.vocab_size:,};",
+        f"{cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}. Compared: {cfg.ablate.switch.key}.",
+        f"All arms{' but nanogpt' if NANOGPT in cfg.ablate.arms else ''} have {held}.",
+        *([f"It begins with the weights of {cfg.init_from}."] if cfg.init_from else []),
+        *(["The Amdahl limit counts the bytes of norm.placement=pre."] if cfg.norm.placement is not Placement.pre else []),
+    ]
+    return Work(variant, precision, corpus, " ".join(size))
 
 
 def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
@@ -177,13 +174,12 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
         command=command,
         config=configs.to_yaml(works[0].variant.cfg),
         kernels=ops.backend_for(device) != "PyTorch reference",
-        notes=[*([SWEPT] if len(works) > 1 else []), *sizes],
+        notes=sizes,
     )
     replace_text(folder / "config.yaml", found.config)
     if str(cycles):
         found.notes.append(
-            f"Cycles of an earlier process, which was stopped: {cycles}. The others follow a warm-up and an uncounted cycle of "
-            "their own."
+            f"Cycles of an earlier process, which was stopped: {cycles}. The others follow a warm-up of their own."
         )
     began = time.monotonic()
     todo = [(work, part) for work in works for part in work.variant.parts]

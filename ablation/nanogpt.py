@@ -53,11 +53,9 @@ def build_peer(module: ModuleType, ours: GPT, cfg: Config) -> nn.Module:
     """nanoGPT's model in the sizes of ours, on the CPU, with our weights.
 
     Raises:
-        ConfigError: ours is of another architecture, or theirs has other parameters.
+        ConfigError: it has other parameters.
     """
     m = cfg.model
-    if wrong := export.unsupported(export.GPT2, cfg):
-        raise ConfigError(f"ours is not nanoGPT's architecture: {' '.join(wrong)} Leave these keys out, or ablate.nanogpt.")
     sizes = {"block_size": m.context, "vocab_size": ours.vocab_size, "n_layer": m.layers, "n_head": m.heads, "n_embd": m.width}
     peer: nn.Module = module.GPT(module.GPTConfig(**sizes, dropout=m.dropout, bias=m.bias))
     with torch.no_grad():
@@ -74,7 +72,7 @@ def paired(ours: GPT, peer: nn.Module, cfg: Config) -> list[tuple[nn.Parameter, 
     shapes = ({(name, tuple(p.shape)) for name, p in of.items()} for of in (wanted, found))
     if differing := sorted(set.symmetric_difference(*shapes)):
         words = "; ".join(f"{name} {shape}" for name, shape in differing[:4])
-        raise ConfigError(f"nanoGPT's parameters are not those of ours: only one of the two has {words}")
+        raise ConfigError(f"nanoGPT's parameters are not those of ours: only one of the two has {words}. Use model=gpt2.")
     return [(parameter, found[name]) for name, parameter in wanted.items()]
 
 

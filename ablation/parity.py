@@ -8,40 +8,33 @@ proves nothing; this one is measured. Arms train from the same weights, on the s
     c   tested      fused ones in the run's precision (where no kernel runs, their PyTorch reference); each other arm likewise
     d   reordered   as b, with the sums of its norms, or of its loss, in another, just as legitimate order
 
-The tests are of these quantities: the loss and the gradient norm over all steps; at the first step, where all arms have the
-same weights, the gradient of every layer, and of norms the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that they put out; and
-the parameters after the last step.
-(The statistics of a row decide its scale. A mistake in them is the same all along the row, and the rounding of single elements
-to bf16 would hide it.) Seeds differ in batches and masks, and in weights unless init_from gives them. For each quantity and
-seed, over the elements of the quantity:
+Quantities: the loss and the gradient norm over all steps; at the first step, where all arms have the same weights, the
+gradient of every layer, and of norms the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that they put out (a mistake in a row's
+statistics is the same all along the row; the rounding of single elements to bf16 would hide it); and the parameters after the
+last step. Seeds differ in batches and masks, and in weights unless init_from gives them. For each quantity and seed, over its
+elements:
 
     D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected
     S_x = ⟨x − b, a⟩ / ⟨a, a⟩ · rms(a) / expected                   what all elements have in common, which rms hides in noise
 
 (No D, and no allowed shift, is less than a unit in the last place of fp32, ε · rms(a): 2⁻²³ of the quantity's size.)
-
 `expected` is the error that the run's rounding and another order explain, so R is near 1 or below for a correct operator.
 
-**Size.** The tested arm may be farther from the reference than the reordered arm by the factor MARGIN, as it also rounds in
-other places. It fails if log R_c − log R_d is above log MARGIN: a one-sided t-test over seeds.
+**Size.** The tested arm rounds in other places than the reordered one, so it may be farther from the reference by the factor
+MARGIN. It fails if log R_c − log R_d is above log MARGIN: a one-sided t-test over seeds.
 
 **Sign.** Rounding errors have random signs, a wrong formula has the same at every seed. It fails if the mean of S_c
 over seeds is farther from 0 than BIAS: a two-sided t-test, with a standard deviation no smaller than the rms of S_d, so that
 seeds which agree by chance don't make a verdict. Not for parameters: their a is mostly their initial value.
 
-Level: LEVEL for a run of the protocol, hence LEVEL / number of tests for each (Bonferroni); it holds whatever the tests have in
-common. A t-test and not a permutation or a bootstrap: five seeds have 2⁵ signs, so no permutation test could reach such a
-level. It takes log R to be near normal over seeds, which an rms over many elements is.
-
-Two guards have no level, because a t-test over few seeds can't see their cases. First, a failure at one seed of many widens
-the spread that hides it: so a seed fails if its tested arm is GROSS times as far as the reordered one, or shifted by as much.
-Second, the mean over seeds must stay below GROSS_FEW: FEW seeds or fewer have no t-test, and with a few more the spread is
-estimated so roughly that a t-test alone would let ten times the expected error pass.
+All tests of a run together have the level LEVEL, each has LEVEL / number of tests (Bonferroni). Five seeds have 2⁵ signs, too
+few for a permutation test. Two guards have no level, because a t-test over few seeds can't see their cases: a seed fails if its
+tested arm is GROSS times as far as the reordered one, or shifted by as much, which would widen the spread that hides it; and
+the mean over seeds must stay below GROSS_FEW, as FEW seeds or fewer have no t-test, and a few more estimate their spread
+roughly.
 
 **Outcome.** The 95 % t-interval of the mean difference tested − torch of final validation losses must lie within ± the standard
-deviation of torch's over seeds. With FEW seeds or less this is left out: of two, that deviation may be near 0 by chance, and
-half the interval is 9 times that of the differences. Right norms whose losses differ by a hundredth of what seeds differ by
-would fail one time in 16, by a twentieth two times in seven (GPT-2 in bf16: a fiftieth with dropout, a fifteenth without).
+deviation of torch's over seeds. With FEW seeds or less this is left out: of two, that deviation may be near 0 by chance.
 
 Dropout on attention weights is off in all arms. It draws from torch's generator, and what it draws depends on the dtype.
 """

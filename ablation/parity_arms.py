@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,30 +25,25 @@ FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms wo
 
 def parity_arms(cfg: Config, precision: MixedPrecision, tokenizer: Tokenizer, tested: Sequence[str]) -> dict[str, Arm]:
     """The reference, torch, the tested values of the switch, and torch in another order of sums."""
-    if cfg.ablate.switch is Switch.loss:  # then all have PyTorch's norms, since kernels have no fp64
-        cfg = copy.deepcopy(cfg)
-        cfg.norm.impl = NormImpl.torch
+    cfg = copy.deepcopy(cfg)
+    if cfg.ablate.switch is Switch.loss:
+        cfg.norm.impl = NormImpl.torch  # in all arms, since kernels have no fp64
+    wide = copy.deepcopy(cfg)
+    wide.model.residual_dtype = ResidualDtype.fp32
     # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
     exact = MixedPrecision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
-    wide = copy.deepcopy(cfg)
-    wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
-    own = partial(build_arm, cfg=cfg, precision=precision, tokenizer=tokenizer, masks=DropoutMasks.shared)
-    torch_arm = own(TORCH)
-    arms = {
-        REFERENCE: own(REFERENCE, cfg=wide, precision=exact, value=TORCH, like=torch_arm),
-        TORCH: torch_arm,
-        **{name: own(name, like=torch_arm) for name in tested},
-        REORDERED: own(REORDERED, value=TORCH, like=torch_arm),
-    }
-    reference, *others = arms.values()
-    check_same(list(arms.values()) if exact.device == precision.device else others)
+    own = partial(build_arm, precision=precision, tokenizer=tokenizer, masks=DropoutMasks.shared)
+    like = own(TORCH, cfg)
+    reference = own(REFERENCE, wide, precision=exact, value=TORCH, like=like)
+    others = [like, *(own(name, cfg, like=like) for name in tested), own(REORDERED, cfg, value=TORCH, like=like)]
+    check_same(others)
     if precision.dtype is torch.float32:
         double(reference.state.model)
     if precision.dtype is torch.float16:
         for arm in others:
             arm.state.scaler = torch.amp.GradScaler(precision.device.type, init_scale=FP16_SCALE)
-    reorder(arms[REORDERED])
-    return arms
+    reorder(others[-1])
+    return {arm.name: arm for arm in (reference, *others)}
 
 
 @contextmanager
@@ -82,10 +76,10 @@ def row_sites(model: nn.Module) -> dict[str, nn.Module]:
 
     Fused norms of queries and keys are no modules of their own. Turned queries stand for both: a turn keeps a row's length.
     """
-    inner = ("query_norm", "key_norm")
-    sites: dict[str, nn.Module] = {name: site for name, site in norm_sites(model).items() if not name.endswith(inner)}
-    turned: dict[str, nn.Module] = {name: m for name, m in model.named_modules() if isinstance(m, QueryKeySite)}
-    return sites | (turned if len(sites) < len(norm_sites(model)) else {})
+    outer = {name: site for name, site in norm_sites(model).items() if not name.endswith(("query_norm", "key_norm"))}
+    if len(outer) == len(norm_sites(model)):
+        return {**outer}
+    return outer | {name: site for name, site in model.named_modules() if isinstance(site, QueryKeySite)}
 
 
 def reorder(arm: Arm) -> None:

@@ -12,6 +12,7 @@ from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
 from measure.comparison import AGAIN, TORCH, Comparison, Pairs, cycle_times
 from measure.statistics import Interval, spread
+from measure.tables import label
 from training.storage import replace_text
 
 
@@ -66,6 +67,10 @@ class Cell:
     attribution: Attribution | None = None  # None but on CUDA
     left_out: dict[str, str] = field(default_factory=dict)  # arms that were asked for: why they are missing
     masks: list[Masks] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return label(self.overrides, self.mode)
 
     @property
     def control(self) -> Comparison:

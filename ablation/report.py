@@ -7,33 +7,15 @@ from statistics import fmean
 
 from ablation import plots
 from ablation.gpu_time import IDLE, parts_ms
-from ablation.records import Ablation, Cell, Parity
+from ablation.records import Ablation, Cell
 from measure import tables
 from measure.comparison import AGAIN, NO_KERNEL, is_different
 from measure.statistics import spread
 from measure.tables import NOTHING, aligned, capital, interval_text, label, markdown, number, section, wrapped
 from training.storage import as_storage_errors, replace_text
 
-MOST_QUANTITIES = 10  # of a table on parity
 WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
-PAIRED = (
-    "ms: the arm's step minus the base's. Speed-up: the base's step over the arm's. Both are paired: medians over cycles of "
-    "each cycle's difference and ratio. A difference of two arms is claimed only if their interval leaves out 1 and their "
-    "median is further from 1 than both ends of A/A's interval: torch again, a second arm of torch."
-)
-PROFILE = (
-    "From a profile of a few steps of each arm; kernels.jsonl has every kernel. Compiled kernels that fuse a norm with other "
-    "work count as norm. idle: the rest of a timed step, which is longer than all its GPU time where the step is CPU-bound, or "
-    "clocks drop under a longer load. Where the power limit sets the clocks, GPU time that is saved need not all be step time "
-    "saved."
-)
-STEPS = "Milliseconds a step; tokens/s from the mean; kernel launches a step. docs/ablation.md has the protocol."
-PARITY = (
-    "An error ratio is a distance from the reference, or a shift, divided by the error that rounding explains: means over "
-    "seeds (geometric means of distances) with Student's intervals. The reference is PyTorch's operators in fp32, or in fp64 "
-    "if the run is in fp32; reordered is torch with its sums in another order, as a legitimate change is. All arms run eager, "
-    "with the same weights, batches and dropout masks. ablation/parity.py states the statistic; report.json has all quantities."
-)
+EXPLAINED = "docs/ablation.md has the protocol, and explains each table. report.json and config.yaml have all figures and keys."
 
 
 def write(ablation: Ablation, folder: Path) -> Path:
@@ -50,11 +32,9 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Every pair", _pairs(cells)),
         section("Where the time goes", _gpu_time(cells)),
         section("Dropout masks", _listed(_masks(cells))),
-        section("Parity", _parity(ablation.parity)),
         section("Step times", _steps(cells)),
         section("Environment", tables.environment(ablation.environment)),
-        section("Command", f"```\n{ablation.command}\n```"),
-        section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
+        section("Command", f"```\n{ablation.command}\n```\n\n{EXPLAINED}"),
     ]
     path = folder / "report.md"
     replace_text(path, "\n\n".join(part for part in parts if part) + "\n")
@@ -63,7 +43,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
 
 def table(ablation: Ablation) -> str:
     """The step times and the conclusions, as text for a terminal."""
-    tables = [f"{label(cell.overrides, cell.mode)}\n{aligned(*step_times(cell))}\n" for cell in ablation.cells]
+    tables = [f"{cell.title}\n{aligned(*step_times(cell))}\n" for cell in ablation.cells]
     no_kernel = [] if ablation.kernels else [f"{NO_KERNEL}.\n"]
     return "\n".join([*no_kernel, *tables, *_verdicts(ablation), *_left_out(ablation.cells)])
 
@@ -75,14 +55,12 @@ def _headline(ablation: Ablation) -> str:
     """Fused against the fastest other arm: eager 1.040 ×, compiled 1.070 ×; parity holds"""
     if not ablation.kernels:
         said = NO_KERNEL
-    elif not ablation.cells:
-        said = "Step times were not measured"
     else:
         found = []
         for cell in ablation.cells:
             pair = cell.against(cell.opponents[0])
             speedup = f"{pair.speedup.median:.3f} ×" if is_different(pair, cell.control) else "no difference found"
-            found.append(f"{label(cell.overrides, cell.mode)} {speedup}")
+            found.append(f"{cell.title} {speedup}")
         subjects = " and ".join(dict.fromkeys(cell.subject for cell in ablation.cells))
         said = f"{capital(subjects)} against the fastest other arm: {'; '.join(found)}"
     parity = "holds" if all(one.holds for one in ablation.parity) else "FAILS"
@@ -92,7 +70,7 @@ def _headline(ablation: Ablation) -> str:
 
 def _verdicts(ablation: Ablation) -> list[str]:
     """A line for each cell, and for each test of parity."""
-    timed = [f"{capital(label(cell.overrides, cell.mode))}: {cell.verdict}." for cell in ablation.cells]
+    timed = [f"{capital(cell.title)}: {cell.verdict}." for cell in ablation.cells]
     return timed + [f"{capital(label(one.overrides))}, {one.arm}: {one.verdict}" for one in ablation.parity]
 
 
@@ -102,10 +80,9 @@ def _listed(lines: Sequence[str]) -> str:
 
 def _pictures(ablation: Ablation, folder: Path) -> str:
     """Draws the pictures. Each has a sentence, for a reader who sees only text."""
-    drawn, footer = {}, tables.machine(ablation.environment)
-    if ablation.cells:
-        plots.lead([plots.bars_of(cell) for cell in ablation.cells], folder / "speedup.png", footer)
-        drawn["speedup"] = "Step time of every arm on one axis, and the speed-up over each with its 95 % interval"
+    footer = tables.machine(ablation.environment)
+    plots.lead([plots.bars_of(cell) for cell in ablation.cells], folder / "speedup.png", footer)
+    drawn = {"speedup": "Step time of every arm on one axis, and the speed-up over each with its 95 % interval"}
     if profiled := [cell for cell in ablation.cells if cell.attribution]:
         plots.attributions(profiled, folder / "attribution.png", footer)
         drawn["attribution"] = "Time of a step by kind of work, and idle time, of every arm on one axis"
@@ -119,20 +96,18 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
 
 
 def _left_out(cells: Sequence[Cell]) -> list[str]:
-    return [
-        f"{label(cell.overrides, cell.mode)}: {arm} was left out. {why}" for cell in cells for arm, why in cell.left_out.items()
-    ]
+    return [f"{cell.title}: {arm} was left out. {why}" for cell in cells for arm, why in cell.left_out.items()]
 
 
 def _pairs(cells: Sequence[Cell]) -> str:
     header = ["cell", "arm over base", "ms (95 %)", "speed-up (95 %)"]
     rows = [
-        [label(cell.overrides, cell.mode), f"{arm} over {base}", interval_text(of.difference_ms), interval_text(of.speedup)]
+        [cell.title, f"{arm} over {base}", interval_text(of.difference_ms), interval_text(of.speedup)]
         for cell in cells
         for base, arms in cell.pairs.items()
         for arm, of in arms.items()
     ]
-    return f"{markdown(header, rows)}\n\n{wrapped(PAIRED)}" if rows else ""
+    return markdown(header, rows)
 
 
 def _gpu_time(cells: Sequence[Cell]) -> str:
@@ -147,7 +122,7 @@ def _gpu_time(cells: Sequence[Cell]) -> str:
         least = found.norm_bytes / found.copy_gb_per_s / 1e6  # bytes / (10⁹ bytes / s) in ms
         reached = [f"{100 * least / ms:.0f} % under {name}" for name, of in parts.items() if (ms := of[found.group])]
         limits = [
-            f"{limit:.3f} × as fast as with {base} ({cell.subject} saves {100 * found.realised[base]:.0f} % of that)"
+            f"{limit:.3f} × as fast as with {base} ({cell.subject} saves {100 * found.realised[base]:.0f} % of that gain)"
             for base, limit in found.limits.items()
         ]
         said = (
@@ -164,14 +139,14 @@ def _gpu_time(cells: Sequence[Cell]) -> str:
                 "ablate.compile=true train.compile_mode=reduce-overhead."
             )
         by_kind = markdown(["ms of a step", *parts], rows)
-        sections.append(f"### {capital(label(cell.overrides, cell.mode))}\n\n{by_kind}\n\n{wrapped(said)}")
-    return "\n\n".join([*sections, wrapped(PROFILE)]) if sections else ""
+        sections.append(f"### {capital(cell.title)}\n\n{by_kind}\n\n{wrapped(said)}")
+    return "\n\n".join(sections)
 
 
 def _masks(cells: Sequence[Cell]) -> list[str]:
     """A line for each arm that draws masks of its own; ablation/masks.py states the test."""
     return [
-        f"{label(cell.overrides, cell.mode)}, {one.arm}: {100 * one.dropped:.3f} % dropped of {2 * one.elements:,} elements, "
+        f"{cell.title}, {one.arm}: {100 * one.dropped:.3f} % dropped of {2 * one.elements:,} elements, "
         f"{100 * one.dropout:g} % asked for. The most alike are pairs {one.where}, with a correlation of "
         f"{one.correlation:.4f}, {'as independent masks are' if one.holds else 'which independent masks are NOT'}."
         for cell in cells
@@ -179,20 +154,8 @@ def _masks(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def _parity(found: Sequence[Parity]) -> str:
-    """For each test the quantities that failed or came nearest to it."""
-    parts = []
-    for one in found:
-        worst = sorted(one.quantities, key=lambda q: (q.holds, -abs(q.tested.median)))[:MOST_QUANTITIES]
-        rows = [[q.name, interval_text(q.tested, 2), interval_text(q.reordered, 2), "yes" if q.holds else "NO"] for q in worst]
-        kept = markdown(["error ratio", f"{one.arm} (95 %)", "reordered (95 %)", "holds"], rows)
-        parts.append(f"### {capital(label(one.overrides))}, {one.arm}\n\n{kept}")
-    return "\n\n".join([*parts, wrapped(PARITY)]) if parts else ""
-
-
 def _steps(cells: Sequence[Cell]) -> str:
-    parts = [f"### {capital(label(cell.overrides, cell.mode))}\n\n{markdown(*step_times(cell))}" for cell in cells]
-    return "\n\n".join([*parts, wrapped(STEPS)]) if parts else ""
+    return "\n\n".join(f"### {capital(cell.title)}\n\n{markdown(*step_times(cell))}" for cell in cells)
 
 
 def step_times(cell: Cell) -> tuple[list[str], list[list[str]]]:

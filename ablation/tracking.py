@@ -13,7 +13,6 @@ from ablation.records import Ablation
 from ablation.variants import COMPILED, Variant
 from configs.rules import NANOGPT
 from measure.statistics import spread
-from measure.tables import label
 from measure.tracking import Group
 
 
@@ -39,7 +38,7 @@ def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:
         "verdicts/parity": [one.verdict for one in found.parity],
         # one number each, for the columns of W&B's table of runs
         **{
-            f"speedup/{label(cell.overrides, cell.mode)}/over {base}/{name}": value
+            f"speedup/{cell.title}/over {base}/{name}": value
             for cell in found.cells
             for base in cell.opponents
             for name, value in vars(cell.against(base).speedup).items()

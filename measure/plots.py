@@ -3,7 +3,7 @@
 import logging
 import os
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,3 @@ def save_figure(figure: Any, to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, format=to.suffix.lstrip(".") or None)
     pyplot.close(figure)
-
-
-def styled(names: Iterable[str]) -> list[str]:
-    """The names in the order of ARMS."""
-    given = set(names)
-    return [name for name in ARMS if name in given]

@@ -62,6 +62,8 @@ def test_the_kernels_pass_on_a_gpu(tiny, dtype):
 
 ONE_SEED = ("ablate.parity_seeds=1",)
 GPT2 = ("model.width=768", "model.heads=12", "model.layers=1", "ablate.parity_steps=1", "ablate.parity_seeds=2")
+LOSS, CAPPED = "ablate.switch=loss", ("loss.softcap=20.0", "loss.z_loss=1e-3")
+RIGHT = (None, faults.handmade)  # made as the faulty ones are
 
 
 @pytest.mark.parametrize(
@@ -69,9 +71,8 @@ GPT2 = ("model.width=768", "model.heads=12", "model.layers=1", "ablate.parity_st
     [
         (None, BF16, ("norm.kind=rmsnorm", "model.residual_dtype=compute")),
         (None, FP32, ("model.block=parallel", "model.drop_path=0.2", "model.positions=rotary", "model.qk_norm=true")),
-        (None, "float16", ()),
-        (None, BF16, ("train.accumulation=2", "model.dropout=0", "model.tie_embeddings=false")),
-        (faults.handmade, BF16, ()),  # as the faulty ones are made
+        (None, "float16", ("train.accumulation=2", "model.dropout=0", "model.tie_embeddings=false")),
+        (faults.handmade, BF16, ()),
         (faults.wrong_eps(1.001e-5), FP32, ()),  # of 1e-5; in bf16 that is below a rounding step
         (faults.wrong_eps(1.2e-5), BF16, ()),
         *((faults.bf16_statistics, dtype, ()) for dtype in (FP32, BF16)),
@@ -79,33 +80,20 @@ GPT2 = ("model.width=768", "model.heads=12", "model.layers=1", "ablate.parity_st
         (faults.truncated, BF16, ()),
         *((fault, BF16, ONE_SEED) for fault in (None, faults.wrong_eps(1e-3), faults.wrong_elements)),
         (faults.bf16_statistics, BF16, GPT2),  # what hides best in a small model
+        (None, "float16", (LOSS,)),
+        (None, FP32, (LOSS, *CAPPED)),
+        (None, BF16, (LOSS, "loss.chunks=4", "train.accumulation=2", "model.tie_embeddings=false")),
+        (faults.loss_regularised, BF16, (LOSS,)),
+        (faults.loss_gradient_off, BF16, (LOSS,)),
+        (faults.loss_without_a_row, FP32, (LOSS, *ONE_SEED)),
     ],
 )
-def test_a_planted_fault_fails_parity_and_the_norms_pass_with_any_options(tiny, fault, dtype, keys, monkeypatch):
-    monkeypatch.setattr(model.norm, "norm_fn", fault or model.norm.norm_fn)
+def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options(tiny, fault, dtype, keys, monkeypatch):
+    module, operator = (model.loss, "linear_cross_entropy_fn") if LOSS in keys else (model.norm, "norm_fn")
+    monkeypatch.setattr(module, operator, fault or getattr(module, operator))
     result = found(tiny(*keys), dtype)
-    assert result.holds == (fault in (None, faults.handmade)), result.verdict
+    assert result.holds == (fault in RIGHT), result.verdict
     assert result.holds or (result.verdict.startswith("Parity fails: ") and " × " in result.verdict)
-
-
-LOSS = ("ablate.switch=loss", "loss.softcap=20.0", "loss.z_loss=1e-3")
-
-
-@pytest.mark.parametrize(
-    ("fault", "dtype", "keys"),
-    [
-        (None, "float16", ()),
-        (None, FP32, LOSS[1:]),
-        (None, BF16, ("loss.chunks=4", "train.accumulation=2", "model.tie_embeddings=false")),
-        (faults.loss_regularised, BF16, ()),
-        (faults.loss_gradient_off, BF16, ()),
-        (faults.loss_without_a_row, FP32, ONE_SEED),
-    ],
-)
-def test_a_planted_fault_in_a_loss_fails_parity_and_the_loss_passes_with_any_options(tiny, fault, dtype, keys, monkeypatch):
-    monkeypatch.setattr(model.loss, "linear_cross_entropy_fn", fault or model.loss.linear_cross_entropy_fn)
-    result = found(tiny(LOSS[0], *keys), dtype)
-    assert result.holds == (fault is None), result.verdict
     assert {"loss", "gradient norm", "gradient of the final norm", "parameters"} <= set(result.distances)
 
 

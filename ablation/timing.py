@@ -1,14 +1,8 @@
 """Step times of arms: short blocks that alternate, in one process, on the same weights and batches.
 
-measure/schedule.py has the order of the blocks. Each block begins with the same weights and the same optimizer state, and all
-arms of a cycle take the same batches. Two arms have PyTorch's norms: the difference between them is what the protocol measures
-where there is none (A/A). Between cycles the arms exchange their places in memory: weights and optimizer state of each arm move
-to the addresses of another's. So the effect of an address is spread over the arms. With CUDA graphs, which contain the
-addresses, the arms stay; so does an arm that is not ours, whose optimizer has other groups.
-
-A block contains training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, the copy of the
-state and the reading of the events are outside. They leave the GPU without work, so the first step of a block is not counted:
-it fills the queue, which is seldom empty in a training run.
+docs/ablation.md has the protocol, and measure/schedule.py the order of the blocks. A block contains training steps and CUDA
+events, and nothing that waits for the device. Warm-up, compilation, the copy of the state and the reading of the events are
+outside. They leave the GPU without work, so the first step of a block is not counted.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -68,7 +62,7 @@ def time_arms(
     peaks: dict[str, float] = {}  # GiB
 
     def before_cycle(cycle: int) -> None:
-        if not graphs:
+        if not graphs:  # which contain addresses
             move(ours, places, orders[cycle])
 
     def block(name: str, cycle: int) -> list[float]:

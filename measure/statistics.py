@@ -1,6 +1,6 @@
 """Spread of repeated measurements, and intervals of paired differences, ratios and means."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,21 +41,12 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> In
 
     Sample i of both comes from the same round, so whatever slows a whole round (clocks, neighbours) cancels.
     """
-    return _bootstrap(np.median, np.asarray(numerator, np.float64) / np.asarray(denominator, np.float64))
+    return _median(np.asarray(numerator, np.float64) / np.asarray(denominator, np.float64))
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
     """Median over rounds of first − second, with its bootstrap 95 % interval."""
-    return _bootstrap(np.median, np.asarray(first, np.float64) - np.asarray(second, np.float64))
-
-
-def unpaired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
-    """Ratio of the two medians, with a bootstrap 95 % interval that resamples each side on its own."""
-
-    def ratio(over: np.ndarray, under: np.ndarray, axis: int = -1) -> np.ndarray:
-        return np.median(over, axis=axis) / np.median(under, axis=axis)
-
-    return _bootstrap(ratio, np.asarray(numerator, np.float64), np.asarray(denominator, np.float64))
+    return _median(np.asarray(first, np.float64) - np.asarray(second, np.float64))
 
 
 def mean_interval(samples: Sequence[float] | np.ndarray) -> Interval:
@@ -75,12 +66,12 @@ def t_tail(t: float, degrees: int) -> float:
     return float(special.stdtr(degrees, -t))
 
 
-def _bootstrap(statistic: Callable[..., np.ndarray], *samples: np.ndarray) -> Interval:
-    """The percentile bootstrap (Efron 1979). The seed is fixed, so the same samples give the same interval."""
-    value = float(statistic(*samples))
-    if min(map(len, samples)) < 2:
+def _median(samples: np.ndarray) -> Interval:
+    """With its percentile bootstrap (Efron 1979). The seed is fixed, so the same samples give the same interval."""
+    value = float(np.median(samples))
+    if len(samples) < 2:
         return Interval(value, value, value)
     found = stats.bootstrap(
-        samples, statistic, n_resamples=RESAMPLES, vectorized=True, method="percentile", rng=np.random.default_rng(0)
+        (samples,), np.median, n_resamples=RESAMPLES, vectorized=True, method="percentile", rng=np.random.default_rng(0)
     ).confidence_interval
     return Interval(value, float(found.low), float(found.high))

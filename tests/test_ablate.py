@@ -92,22 +92,6 @@ def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["init_from=RUN", "norm.kind=layernorm,rmsnorm"], "norm.kind=rmsnorm: it has layernorm."),
-        (["model.vocab_size=null,3"], "model.vocab_size is 3, less than the tokenizer's"),
-        (["data.files=[nowhere/*.txt]"], "nowhere"),
-    ],
-)
-def test_what_the_data_or_the_weights_refuse_of_any_cell_is_refused_before_the_first_is_measured(
-    overrides, message, tiny, here, trained, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
-    assert ablate.main([*tiny, *(override.replace("RUN", str(trained.folder)) for override in overrides)]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
         ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]"),
         ("ablate.arms=[torch,fuse]", "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean"),
         ("ablate.switch=loss loss.impl=torch", "loss.impl=torch: loss.impl is what ablate.py compares."),
@@ -116,10 +100,18 @@ def test_what_the_data_or_the_weights_refuse_of_any_cell_is_refused_before_the_f
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
         ("resume=runs/a", "an ablation goes on with folder=runs/a resume=auto"),
         ("folder=runs/a,runs/b", "an ablation has one folder"),
+        ("logging.wandb=offline", "an ablation is several runs, a W&B agent's job is one."),
+        ("init_from=RUN norm.kind=layernorm,rmsnorm", "norm.kind=rmsnorm: it has layernorm."),  # of the second cell
+        ("model.vocab_size=null,3", "model.vocab_size is 3, less than the tokenizer's"),
+        ("data.files=[nowhere/*.txt]", "nowhere"),
     ],
 )
-def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, tiny, here, tmp_path, capsys):
-    assert ablate.main([*tiny, *override.split()]) == 2
+def test_what_it_can_not_do_is_refused_before_anything_runs(
+    overrides, message, tiny, here, trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")  # of an agent; nothing to a run without W&B
+    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
+    assert ablate.main([*tiny, *overrides.replace("RUN", str(trained.folder)).split()]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
@@ -149,11 +141,9 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
     assert ablate.main([*tiny, "ablate.switch=loss", "norm.impl=torch", "norm.kind=rmsnorm"]) == 1
     found = ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
-    assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and found.config.count("impl: torch") == 2  # of the norm, and the control
-    assert parity.arm == FUSED and not parity.holds
+    assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and parity.arm == FUSED and not parity.holds
     assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
-    report = " ".join((here() / "report.md").read_text(encoding="utf-8").split())
-    assert "torch with its sums in another order" in report and "parity FAILS" in report
+    assert "parity FAILS" in (here() / "report.md").read_text(encoding="utf-8")
 
 
 def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tiny, here, monkeypatch, capsys, ablations):
@@ -193,24 +183,11 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     assert not (folder / "cycles.jsonl").exists()
 
 
-def test_the_job_of_a_wandb_agent_is_refused_unless_wandb_is_disabled(tiny, here, measured, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
-    assert ablate.main([*tiny, TIMES, "logging.wandb=offline"]) == 2
-    assert "an ablation is several runs" in capsys.readouterr().err
-    assert ablate.main([*tiny, TIMES]) == 0
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here, ablations):
-    small = [
-        "ablate.arms=[torch,compiled,fused]",
-        "model.layers=1",
-        "model.width=128",
-        "model.context=128",
-        "model.dropout=0.1",
-        "ablate.parity_seeds=3",
-    ]
-    assert ablate.main([*tiny, *small, "device=cuda", "ablate.block_steps=3", "ablate.warmup_steps=2"]) == 0
+    small = ["model.layers=1", "model.width=128", "model.context=128", "model.dropout=0.1", "device=cuda"]
+    short = ["ablate.arms=[torch,compiled,fused]", "ablate.parity_seeds=3", "ablate.block_steps=3", "ablate.warmup_steps=2"]
+    assert ablate.main([*tiny, *small, *short]) == 0
     found = ablations[-1]
     eager, compiled = found.cells
     assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
@@ -255,26 +232,33 @@ def test_compiled_sites_and_nanogpt_are_arms_with_their_pairs_and_a_verdict_on_t
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("old", "new", "keys"),
     [
-        {"eps": "1e-6"},
-        {"replaced": {"is_causal=True": "is_causal=False"}},
-        {"replaced": {"self.transformer.wte.weight = self.lm_head.weight": "pass"}},
+        ("EPS", "1e-6", []),
+        ("is_causal=True", "is_causal=False", []),
+        ("self.transformer.wte.weight = self.lm_head.weight", "pass", []),
+        ("EPS", "1e-5", ["model=llama", "model.kv_heads=null"]),  # ours is of another architecture
+        ("EPS", "1e-5", ["norm.kind=rmsnorm"]),
     ],
 )
-def test_a_nanogpt_that_computes_something_else_is_not_timed(change, tiny, here, tmp_path, monkeypatch, capsys):
+def test_a_nanogpt_that_computes_something_else_is_not_timed(old, new, keys, tiny, here, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
-    arms = ["ablate.arms=[torch,fused,nanogpt]", f"ablate.nanogpt={checkout(tmp_path / 'nanoGPT', **change)}"]
-    assert ablate.main([*tiny, *arms]) == 2
+    arms = ["ablate.arms=[torch,fused,nanogpt]", f"ablate.nanogpt={checkout(tmp_path / 'nanoGPT', {old: new})}"]
+    assert ablate.main([*keys, *tiny, *arms]) == 2
     assert re.search(r"nanoGPT's (model and ours differ|parameters are not those of ours)", capsys.readouterr().err)
 
 
-def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left_out(tiny, monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes configurations those of a machine with a GPU and all libraries."""
+    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cuda"))
+    monkeypatch.setattr(ablate.rules, "is_installed", lambda package: True)
+
+
+def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left_out(tiny, gpu):
     def variant(*more):
         return ablate.variants_of([*tiny, *more])[0]
 
-    assert [variant(*more).modes for more in ([], ["ablate.compile=true"])] == [["eager"], ["eager", "compiled"]]
-    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cuda"))
     assert variant("ablate.compile=false").modes == ["eager"] and variant("ablate.eager=false").modes == ["compiled"]
     with pytest.raises(ablate.ConfigError, match=r"ablate\.eager=false: leaves nothing to time.*ablate\.compile=true"):
         variant("ablate.eager=false", "ablate.compile=false")
@@ -285,14 +269,11 @@ def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left
     assert two.modes == ["eager"] and two.subject == "compiled"
 
 
-def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_alone(tiny, monkeypatch):
-    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cuda"))
-    monkeypatch.setattr(ablate.rules, "is_installed", lambda package: True)
+def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_alone(tiny, gpu):
     arms = ["ablate.arms=[torch,liger,flash_attn,fused]", "norm.kind=rmsnorm", "model.dropout=0.0,0.1"]
     without, dropping = ablate.variants_of([*tiny, *arms])
     assert without.refused == {} and without.arms("eager") == [TORCH, AGAIN, "liger", "flash_attn", FUSED]
     assert dropping.arms("eager") == [TORCH, AGAIN, "flash_attn", FUSED] and "model.dropout" in dropping.refused["liger"]
     assert without.tested == ["liger", "flash_attn", FUSED] and dropping.tested == [FUSED], "flash-attn draws its own masks"
-    for key in ("norm.placement=sandwich", "norm.weight=zero_centered", "norm.kind=dyt"):
-        with pytest.raises(ablate.ConfigError, match=f"liger can't take part.*{key.split('=')[1]}"):
-            ablate.variants_of([*tiny, "ablate.arms=[torch,liger,flash_attn,fused]", "norm.kind=rmsnorm", key])
+    with pytest.raises(ablate.ConfigError, match=r"liger can't take part.*sandwich"):
+        ablate.variants_of([*tiny, *arms, "norm.placement=sandwich"])

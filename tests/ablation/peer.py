@@ -23,7 +23,7 @@ class Attention(nn.Module):
 
 
 def mlp(c):
-    parts = {"c_fc": nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias), "gelu": ACTIVATION}
+    parts = {"c_fc": nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias), "gelu": nn.GELU()}
     parts |= {"c_proj": nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias), "dropout": nn.Dropout(c.dropout)}
     return nn.Sequential(OrderedDict(parts))
 
@@ -64,10 +64,10 @@ class GPT(nn.Module):
 """
 
 
-def checkout(folder, replaced=None, activation="nn.GELU()", eps="1e-5"):
+def checkout(folder, replaced=None):
     """A folder with that file, some of its text replaced: {"old": "new"}."""
     text = MODEL
-    for old, new in ({"ACTIVATION": activation, "EPS": eps} | (replaced or {})).items():
+    for old, new in ({"EPS": "1e-5"} | (replaced or {})).items():
         assert old in text
         text = text.replace(old, new)
     folder.mkdir(exist_ok=True)

@@ -112,21 +112,14 @@ def test_other_weights_buffers_and_optimizer_groups_are_found(spoil, said):
         check_same(pair)
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """A note of each run: arm, first step, number of steps, weights, and where they lie."""
-    noted, real = [], timing.run
+def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exchange_places_between(arms, monkeypatch):
+    runs, kept, real = [], [], timing.run  # of each run: arm, first step, number of steps, weights, and where they lie
 
-    def run(arm, batches, steps, *given, **named):
-        noted.append((arm.name, steps.start, len(steps), weights(arm), addresses(arm)[0]))
-        return real(arm, batches, steps, *given, **named)
+    def run(arm, batches, steps, clock):
+        runs.append((arm.name, steps.start, len(steps), weights(arm), next(arm.state.model.parameters()).data_ptr()))
+        return real(arm, batches, steps, clock)
 
     monkeypatch.setattr(timing, "run", run)
-    return noted
-
-
-def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exchange_places_between(arms, runs):
-    kept = []
     found, failed = timing.time_arms(arms, BATCHES, keep=kept.append)
     blocks = [run for run in runs if run[2] == 1 + 2]
     assert [start for _, start, *_ in blocks] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]

@@ -145,6 +145,7 @@ def event(id_, name, start, end, parent=None, *, device=DeviceType.CPU, thread=1
 def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice():
     site = event(1, NORM_SITE, 0, 100, annotation=True)
     drop = event(2, "aten::native_dropout", 10, 20, site, sequence_nr=7)
+    early = event(6, "aten::empty", -9, -8, sequence_nr=7)  # which makes no node: the next operator gets its number
     late = event(3, "aten::add", 110, 120, sequence_nr=8)
     node = event(4, "NativeDropoutBackward0", 200, 220, thread=2, fwd_thread=1, sequence_nr=7)
     back = event(5, "aten::native_dropout_backward", 205, 215, node, thread=2)
@@ -155,7 +156,7 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
         (None, "norm_forward_kernel", 700, 711),  # ours: no operator around it
         (None, "Memcpy HtoD (Pinned -> Device)", 720, 722),
     ]
-    events = [site, drop, late, node, back]
+    events = [early, site, drop, late, node, back]
     for launcher, name, start, end in launched:
         events.append(event(0, name, start, end, device=DeviceType.CUDA))
         if launcher is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ablation.arms import Arm, build_arm, check_same
 from ablation.rounding import REFERENCE, REORDERED, in_another_order, shuffled
 from configs import Config
-from configs.schema import DropoutMasks, NormImpl, ResidualDtype, Switch
+from configs.schema import DropoutMasks, NormImpl, Switch
 from data import Tokenizer
 from measure.comparison import TORCH
 from model import loss as losses
@@ -28,13 +28,11 @@ def parity_arms(cfg: Config, precision: MixedPrecision, tokenizer: Tokenizer, te
     cfg = copy.deepcopy(cfg)
     if cfg.ablate.switch is Switch.loss:
         cfg.norm.impl = NormImpl.torch  # in all arms, since kernels have no fp64
-    wide = copy.deepcopy(cfg)
-    wide.model.residual_dtype = ResidualDtype.fp32
     # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
     exact = MixedPrecision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
     own = partial(build_arm, precision=precision, tokenizer=tokenizer, masks=DropoutMasks.shared)
     like = own(TORCH, cfg)
-    reference = own(REFERENCE, wide, precision=exact, value=TORCH, like=like)
+    reference = own(REFERENCE, cfg, precision=exact, value=TORCH, like=like)
     others = [like, *(own(name, cfg, like=like) for name in tested), own(REORDERED, cfg, value=TORCH, like=like)]
     check_same(others)
     if precision.dtype is torch.float32:

@@ -95,6 +95,7 @@ def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options
     assert result.holds == (fault in RIGHT), result.verdict
     assert result.holds or (result.verdict.startswith("Parity fails: ") and " × " in result.verdict)
     assert {"loss", "gradient norm", "gradient of the final norm", "parameters"} <= set(result.distances)
+    assert any(one.reordered != 1 for of in result.distances.values() for one in of), "the other order is another one"
 
 
 def test_a_fault_at_one_seed_of_many_is_not_lost_in_its_spread(tiny, monkeypatch):

@@ -2,7 +2,7 @@
 
 A block's own forward runs as it is written. Only its operands differ: a `Lazy` is the value
 
-    dropout(rowscale · scale · weight · N(x)) + x1 + residual_scale · residual          each where it is there
+    dropout(rowscale · scale · weight · N(x)) + x1 + residual          each where it is there
 
 It is a *branch* without a residual, as what a sublayer gives, and a *stream* with one. Branch + stream is a stream. A replaced
 norm that gets a stream computes the sum and the norm in one kernel, and the stream keeps the sum. In everything else that a
@@ -37,7 +37,6 @@ class Lazy:
 
     x: Tensor | None = None  # (..., N), of a sublayer
     residual: Tensor | None = None  # x's shape
-    residual_scale: float = 1.0
     branch_norm: Any = None  # an AdoptedNorm, of x
     branch_weight: Tensor | None = None  # (N,)
     rowscale: Tensor | None = None  # x's shape but for the last dimension
@@ -48,7 +47,7 @@ class Lazy:
 
     def __post_init__(self) -> None:
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
-        self._value = self.residual if self.x is None and self.residual_scale == 1.0 else None
+        self._value = self.residual if self.x is None else None
 
     def then(self, **what: Any) -> "Lazy":
         return Lazy(**({name: getattr(self, name) for name in Lazy.__dataclass_fields__} | what))
@@ -73,13 +72,11 @@ class Lazy:
         """The value, which is computed once more later: for a hook that wants to see it and change nothing."""
         if self._value is not None:
             return self._value
-        scaled = self.residual if self.residual is None or self.residual_scale == 1.0 else self.residual * self.residual_scale
-        if self.x is None:
-            return scaled  # type: ignore[return-value]
+        assert self.x is not None
         if TRACE is not None and self.residual is not None:
             TRACE.append((None, self.then()))
         if self.is_plain():
-            return self.x if scaled is None else scaled + self.x
+            return self.x if self.residual is None else self.residual + self.x
         options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
         options |= {"out_dtype": self.dtype, "residual_in_fp32": self.dtype == torch.float32}
         return norm_fn(Norm.none, **self.arguments(), **options)  # type: ignore[return-value]
@@ -93,8 +90,7 @@ class Lazy:
             TRACE.append((norm, self.then()))
         parts = self
         if residual.dtype is torch.float64 or not norm.goes_with(self):
-            x = self.then(residual=None).tensor()
-            parts = Lazy(x, residual, self.residual_scale)
+            parts = Lazy(self.then(residual=None).tensor(), residual)
         follows_x = torch.is_autocast_enabled(x.device.type) or residual.dtype == torch.float32 != x.dtype
         weight, bias = norm.weights()
         normed: Any = norm_fn(
@@ -113,7 +109,7 @@ class Lazy:
             rowscale = self.x.new_ones(self.x.shape[:-1], dtype=torch.float32) if rowscale is None else rowscale
             rowscale = rowscale * self.scale
         found = {
-            "x": self.x, "residual": self.residual, "residual_scale": self.residual_scale, "x1": self.x1,
+            "x": self.x, "residual": self.residual, "x1": self.x1,
             "rowscale": None if rowscale is None else rowscale.expand(self.x.shape[:-1]),
             "branch_weight": self.branch_weight, "dropout_p": self.dropout_p, "seed": self.seed,
         }  # fmt: skip
@@ -141,9 +137,6 @@ class Lazy:
         """A tensor of its shape, dtype and device."""
         found = self.x if self.residual is None else self.residual
         return found if found is not None and found.dtype == self.dtype else self.tensor()
-
-    def contiguous(self) -> Any:
-        return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         like, how = self.like(), (settled(args), settled(kwargs))
@@ -209,13 +202,17 @@ for _container in (Lazy, Pending):  # torch's tree functions find the tensors in
 
 
 def settled(x: Any) -> Any:
-    """x, with tensors in place of what is lazy in it; tuples, lists and dicts are looked through."""
+    """x, with tensors in place of what is lazy in it; tuples, lists and dicts are looked through, and transformers' outputs."""
     if isinstance(x, Lazy):
         return x.tensor()
     if type(x) in (tuple, list):
         return type(x)([settled(y) for y in x])
     if type(x) is dict:
         return {name: settled(y) for name, y in x.items()}
+    if isinstance(x, dict):  # a ModelOutput
+        for name, y in list(x.items()):
+            if (tensors := settled(y)) is not y:
+                x[name] = tensors
     return x
 
 
@@ -251,9 +248,7 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     branch = b if _kind(b) == _BRANCH else Lazy(settled(b))
     if torch.promote_types(branch.dtype, stream.dtype) != stream.dtype:
         return stream.tensor() + branch.tensor()
-    if stream.x is None:
-        return branch.then(residual=stream.residual, residual_scale=stream.residual_scale)
-    if _are_plain(stream, branch):
+    if stream.x is not None and _are_plain(stream, branch):
         return stream.then(x1=branch.x)
     return branch.then(residual=stream.tensor())
 
@@ -283,13 +278,10 @@ def _are_plain(a: Lazy, b: Lazy) -> bool:
 
 def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
     a, b = (_open(a), b) if isinstance(a, Lazy) else (_open(b), a)
-    if isinstance(a, Lazy) and out is None and a.x1 is None:
+    if _kind(a) == _BRANCH and out is None and a.x1 is None:
         if isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
-            if a.residual is None:
-                return a.then(scale=a.scale * b)
-            if a.x is None:
-                return a.then(residual_scale=a.residual_scale * b)
-        elif a.residual is None and isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
+            return a.then(scale=a.scale * b)
+        if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
             if b.shape == a.shape[-1:] and not a.holds_weights():
                 return a.then(branch_weight=b)
             of_rows = b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1]

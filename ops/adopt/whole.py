@@ -74,16 +74,12 @@ def adopt(
 
     Returns:
         What was done; `.undo()` undoes it, as does `restore_norms(model)`.
-
-    Raises:
-        TypeError: model is no module, or only no function.
     """
     found = Adoption(model, replace_norms(model, only=only, verbose=False))
     for name, block in _blocks(model) if blocks else ():
         parts = list(block.modules())
-        if not any(isinstance(part, AdoptedNorm) for part in parts) or any(map(is_fused, parts)):
-            continue
-        if only is not None and not only(name, block):
+        has_norms = any(isinstance(part, AdoptedNorm) for part in parts)
+        if not has_norms or any(map(is_fused, parts)) or (only and not only(name, block)):
             continue
         trial = try_block(block)
         if isinstance(trial, str):

@@ -41,7 +41,7 @@ def test_lines_say_what_was_replaced_what_was_not_and_what_was_restored(capsys):
     assert capsys.readouterr().out.splitlines() == [str(site) for site in sites] == [
         "0.a: LayerNorm(24) → fused (LayerNorm, eps 1e-05)",
         "0.b: Llama(24) → fused (RMSNorm, eps 1e-06)",
-        "0.e: LayerNorm(1, 24) → left alone (it normalises over the last 2 dimensions, (1, 24); the kernels over one)",
+        "0.e: LayerNorm(1, 24) → left alone (its weights have shapes (1, 24), (1, 24); a norm has one or two vectors of one size)",
     ]  # fmt: skip
     lines = restore_norms(net)
     assert capsys.readouterr().out.splitlines() == lines == ["0.a: LayerNorm as it was", "0.b: Llama as it was"]

@@ -75,7 +75,7 @@ def of_heads(self, x):
 
 
 LEFT_ALONE = {
-    "several dimensions": (lambda: nn.LayerNorm((2, N)), "over the last 2 dimensions"),
+    "several dimensions": (lambda: nn.LayerNorm((2, N)), "its weights have shapes"),
     "part of the row": (lambda: like(Llama(N), lambda self, x: self.weight * x / rms(x[..., : N // 4])), NEITHER),
     "unbiased variance": (lambda: like(Llama(4096), lambda self, x: self.weight * (x - x.mean(-1, True)) / std(x)), NEITHER),
     "eps outside the root": (lambda: like(Llama(N), lambda self, x: self.weight * x / (rms(x, 0.0) + 1e-6)), NEITHER),

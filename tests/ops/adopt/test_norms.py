@@ -31,7 +31,7 @@ def x(device):
 
 def model():
     shared = Llama(N)
-    blocks = nn.ModuleDict({"a": nn.LayerNorm(N), "b": shared, "c": nn.Linear(N, N), "d": shared, "e": nn.LayerNorm((1, N))})
+    blocks = nn.ModuleDict({"a": nn.LayerNorm(N), "b": shared, "c": nn.Linear(N, N), "d": shared, "e": nn.LayerNorm((1, 2))})
     return nn.Sequential(blocks)
 
 
@@ -41,7 +41,7 @@ def test_lines_say_what_was_replaced_what_was_not_and_what_was_restored(capsys):
     assert capsys.readouterr().out.splitlines() == [str(site) for site in sites] == [
         "0.a: LayerNorm(24) → fused (LayerNorm, eps 1e-05)",
         "0.b: Llama(24) → fused (RMSNorm, eps 1e-06)",
-        "0.e: LayerNorm(1, 24) → left alone (its weights have shapes (1, 24), (1, 24); a norm has one or two vectors of one size)",
+        "0.e: LayerNorm(1, 2) → left alone (its weights have shapes (1, 2), (1, 2); a norm has one or two vectors of one size)",
     ]  # fmt: skip
     lines = restore_norms(net)
     assert capsys.readouterr().out.splitlines() == lines == ["0.a: LayerNorm as it was", "0.b: Llama as it was"]

@@ -91,9 +91,7 @@ def _of_diffusers(name: str) -> tuple[nn.Module, Any]:
 
 
 def _of_transformers(name: str) -> tuple[nn.Module, Any]:
-    from transformers import AutoModel, AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING, AutoModel
 
     kind = CONFIG_MAPPING[name]
     default = kind()
@@ -105,12 +103,10 @@ def _of_transformers(name: str) -> tuple[nn.Module, Any]:
             given[field] = (list(dict.fromkeys(kinds)) * 2)[: max(2, len(set(kinds)))]
             given["num_hidden_layers"] = len(given[field])
     config = kind(**(given | MODELS["overrides"].get(name, {})))
-    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.is_encoder_decoder and name not in ENCODERS
-    model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+    model = AutoModel.from_config(config)
     return model, _batch(model, config)
 
 
-ENCODERS = {"bert", "roberta", "electra", "camembert", "xlm-roberta", "roformer"}
 LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 
 

@@ -174,21 +174,6 @@ class Lazy:
         return self.tensor()
 
 
-def _by_value(name: str) -> Callable:
-    def operator(self: Lazy, *operands: Any) -> Any:
-        return getattr(self.tensor(), name)(*settled(operands))
-
-    return operator
-
-
-_OPERATORS = """
-sub rsub rtruediv floordiv mod pow rpow matmul rmatmul and or xor neg pos abs invert eq ne lt le gt ge getitem setitem len iter
-bool int float index contains array deepcopy reduce_ex
-"""
-for _name in _OPERATORS.split():
-    setattr(Lazy, f"__{_name}__", _by_value(f"__{_name}__"))
-
-
 class Pending(Lazy):
     """A stream between two blocks. It stays what it is, so that activation checkpointing can run the next block twice."""
 
@@ -306,16 +291,27 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     return F.dropout(settled(input), p) if seed is None else seeded_dropout(settled(input), p, seed)
 
 
-# add_ and mul_ are not among them: what they change in place is the value. `+=` gives its name another value in any case.
-Lazy.add = Lazy.__add__ = Lazy.__iadd__ = add  # type: ignore[attr-defined, operator]
-Lazy.__radd__ = lambda self, other: add(other, self)  # type: ignore[attr-defined]
-Lazy.mul = Lazy.multiply = Lazy.__mul__ = Lazy.__rmul__ = Lazy.__imul__ = multiply  # type: ignore[attr-defined, operator]
-Lazy.div = Lazy.__truediv__ = Lazy.__itruediv__ = divide  # type: ignore[attr-defined, operator]
-
-_HANDLERS: dict[Any, Callable] = {  # functions of torch that leave things uncomputed
+# Functions of torch that leave things uncomputed. add_ and mul_ are not among them: what they change in place is the value.
+# `+=` gives its name another value in any case.
+_HANDLERS: dict[Any, Callable] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
-    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
-    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), divide),
+    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply), multiply),
+    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__), divide),
     F.dropout: dropout,
     torch.reshape: lambda x, shape: x.reshape(shape) if isinstance(x, Lazy) else torch.reshape(x, settled(shape)),
 }
+_OPERATORS = """
+add radd iadd sub rsub mul rmul imul truediv itruediv rtruediv floordiv mod pow rpow matmul rmatmul and or xor neg pos abs
+invert eq ne lt le gt ge getitem setitem len iter bool int float index contains array deepcopy reduce_ex
+"""
+
+
+def _operator(name: str) -> Callable:
+    handler = _HANDLERS.get(getattr(Tensor, name))
+    return handler or (lambda self, *operands: getattr(self.tensor(), name)(*settled(operands)))
+
+
+for _name in _OPERATORS.split():
+    setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
+Lazy.add, Lazy.mul, Lazy.multiply, Lazy.div = add, multiply, multiply, divide  # type: ignore[attr-defined]

@@ -162,10 +162,8 @@ def _fuse(block: nn.Module, trial: Trial, residual_in_fp32: bool = False) -> Non
         block.get_submodule(path).register_forward_pre_hook(settle_arguments, with_kwargs=True)
     for path in trial.parts:
         block.get_submodule(path).register_forward_hook(hooks.make_branch, prepend=True)
-    dropouts = [m for path in trial.feeds for name, m in block.get_submodule(path).named_modules() if name]
-    for dropout in dict.fromkeys(dropouts):
-        if type(dropout) is nn.Dropout:
-            dropout.register_forward_pre_hook(hooks.drop_later)
+    for dropout in {m for path in trial.feeds for m in block.get_submodule(path).modules() if type(m) is nn.Dropout}:
+        dropout.register_forward_pre_hook(hooks.drop_later)
     block.register_forward_hook(hooks.leave, prepend=True)
 
 

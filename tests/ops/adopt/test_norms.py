@@ -50,7 +50,7 @@ def test_modules_parameters_mode_hooks_and_isinstance_stay_and_restoring_gives_b
     net = model().eval()
     net[0].a.train()
     held = dict(net.named_modules(remove_duplicate=False))
-    before = [(name, type(module), vars(module).keys()) for name, module in net.named_modules()]
+    before = [(name, type(module), {*vars(module)}) for name, module in net.named_modules()]
     parameters, calls = {name: id(p) for name, p in net.named_parameters()}, []
     net[0].a.register_forward_hook(lambda *call: calls.append("hook"))
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -67,7 +67,7 @@ def test_modules_parameters_mode_hooks_and_isinstance_stay_and_restoring_gives_b
     assert not torch.equal(net[0].a.bias, torch.zeros(N))
 
     restore_norms(net, verbose=False)
-    assert [(name, type(module), vars(module).keys()) for name, module in net.named_modules()] == before
+    assert [(name, type(module), {*vars(module)}) for name, module in net.named_modules()] == before
 
 
 def test_only_chooses_and_a_second_call_replaces_the_rest_alone():

@@ -2,10 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,15 +34,13 @@ def check_before_and_after(function: str, model_a: nn.Module, model_b: nn.Module
 
 
 def check_comparable(model_a: nn.Module, model_b: nn.Module) -> None:
-    """Raises ValueError if a model or a part of one is compiled, so that the forwards of its norms can't be exchanged; or if
-    names, shapes, dtypes, values or requires_grad of parameters differ."""
+    """Raises ValueError if a part of a model is compiled, as its norms' forwards can't be exchanged, or parameters differ."""
     for argument, model in (("model_a", model_a), ("model_b", model_b)):
-        for name, module in model.named_modules():
+        for module in model.modules():
             if WRAPPED in module._modules or vars(module).get("_compiled_call_impl") is not None:
                 raise ValueError(
-                    f"check_parity: {f'{argument}.{name}' if name else argument} is compiled, expected models that are not; "
-                    f"pass what torch.compile was given (.{WRAPPED}), or a copy.deepcopy, which leaves out what .compile() "
-                    "did. measure takes both"
+                    f"check_parity: {argument} is compiled, expected models that are not; pass what torch.compile was given "
+                    f"(.{WRAPPED}), or a copy.deepcopy, which leaves out what .compile() did. measure takes both"
                 )
     a, b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
     if only := sorted(a.keys() ^ b.keys()):
@@ -83,75 +79,82 @@ def norms_of(model: nn.Module) -> dict[str, Formula]:
 
 def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:
     """A copy in a wider dtype. Its norms are computed from their formula, since modules may round to fp32 inside."""
+
+    def by_formula(module: nn.Module, formula: Formula, x: Tensor) -> Tensor:
+        return compute(formula, module._parameters, x).to(x.dtype)  # type: ignore[arg-type]
+
     model = copy.deepcopy(model).to(dtype)
     eager: Any = getattr(model, "set_experts_implementation", None)
     if callable(eager):  # transformers: grouped matrix products take no fp64
         eager("eager")
-    for name, formula in norms.items():
-        module = model.get_submodule(name)
-        _exchange(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
-    return model
-
-
-def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    return compute(formula, parameters, x).to(x.dtype)
+    return _with_norms(model, norms, by_formula)
 
 
 def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
     """A copy whose norms sum in another order."""
-    model = copy.deepcopy(model)
-    for name in norms:
+
+    def reordered(module: nn.Module, formula: Formula, x: Tensor) -> Tensor:
+        def norm(rows: Tensor, order: Tensor) -> Tensor:
+            clone = object.__new__(type(module))
+            weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
+            clone.__dict__ |= vars(module) | {"_parameters": weights}
+            return type(module).forward(clone, rows)
+
+        return in_another_order(norm, x)
+
+    return _with_norms(copy.deepcopy(model), norms, reordered)
+
+
+def _with_norms(model: nn.Module, norms: Mapping[str, Formula], norm: Callable[..., Tensor]) -> nn.Module:
+    """The model, with `norm` in the place of the norms' forwards where they are called with a tensor and nothing else."""
+    for name, formula in norms.items():
         module = model.get_submodule(name)
-        _exchange(module, partial(in_another_order, partial(_with_its_weights_in_order, module)))
+
+        def forward(*args: Any, _of: Any = (module, formula), _own: Any = module.forward, **kwargs: Any) -> Any:
+            plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            return norm(*_of, *args) if plain else _own(*args, **kwargs)
+
+        module.forward = forward
     return model
-
-
-def _with_its_weights_in_order(module: nn.Module, rows: Tensor, order: Tensor) -> Tensor:
-    clone = object.__new__(type(module))
-    weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
-    clone.__dict__ |= module.__dict__ | {"_parameters": weights}
-    return type(module).forward(clone, rows)
-
-
-def _exchange(module: nn.Module, norm: Callable[[Tensor], Tensor]) -> None:
-    """Puts `norm` in the place of the module's forward where it is called with a tensor and nothing else."""
-    own = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return norm(args[0]) if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else own(*args, **kwargs)
-
-    module.forward = forward
 
 
 # ---- one pass ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class How:
-    loss: Loss
-    seed: int | None  # None: evaluation mode
-    autocast: torch.dtype | None
-    floats: torch.dtype | None  # what the floats of the batch become; None: they stay
-
-
 def results_of(
-    model: nn.Module, sites: Mapping[str, nn.Module], how: How, rows: dict[str, Tensor], batch: Any
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    norms: Iterable[str] = (),
+    rows: dict[str, Tensor] | None = None,
+    seed: int | None = None,
+    autocast: torch.dtype | None = None,
+    floats: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors that are compared, by name, of one model and batch. `sites` and `rows` are those of `row_scales`."""
+    """All tensors that are compared, by name, of one forward and backward pass.
+
+    Args:
+        norms: names of modules whose rows' scales are compared with `rows`, which the first model fills: see `row_scales`.
+        seed: of training mode; None: evaluation mode.
+        floats: what the floats of the batch become; None: they stay.
+    """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if how.floats is not None:
-        batch = tree_map(lambda x: x.to(how.floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+    if floats is not None:
+        batch = tree_map(lambda x: x.to(floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
     device = device_of(model, batch)
-    # A mask that forward makes should be in the reference's dtype too: torch's attention takes one in fp32 beside an fp64
-    # query, and on CPUs computes nonsense. But what is drawn in another dtype is another number.
-    default = how.floats if how.floats is not None and how.seed is None else torch.get_default_dtype()
-    with _as_before(model, device), row_scales(sites, rows, how.autocast) as scales, autocasting(device, how.autocast):
-        torch.set_default_dtype(default)
-        model.train(how.seed is not None)
-        if how.seed is not None:
-            torch.manual_seed(how.seed)
-        output = call(model, batch)
-        value = how.loss(output)
+    sites = {name: model.get_submodule(name) for name in norms}
+    with _as_before(model, device), row_scales(sites, {} if rows is None else rows, autocast) as scales:
+        if floats is not None and seed is None:
+            # A mask that forward makes should be in the reference's dtype too: torch's attention takes one in fp32 beside an
+            # fp64 query, and on CPUs computes nonsense. But what is drawn in another dtype is another number.
+            torch.set_default_dtype(floats)
+        model.train(seed is not None)
+        if seed is not None:
+            torch.manual_seed(seed)
+        with autocasting(device, autocast):
+            output = call(model, batch)
+            value = loss(output)
     gradients: Any = [None] * len(parameters)
     if parameters and value.requires_grad:
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)

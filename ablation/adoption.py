@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ablation.adopted_models import (
-    How,
     Loss,
     autocasting,
     call,
@@ -27,13 +26,12 @@ from ablation.adopted_models import (
     default_loss,
     device_of,
     exact_copy,
-    float_tensors,
     fused_norms,
     norms_of,
     reordered_copy,
     results_of,
 )
-from ablation.rounding import FEW, GROSS_FEW, LEVEL, REFERENCE, REORDERED, Sums, sign_test, size_test
+from ablation.rounding import FEW, GROSS_FEW, LEVEL, Sums, sign_test, size_test
 from measure.clock import StepClock
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
 from measure.schedule import LEAD_IN, run_blocks
@@ -42,11 +40,7 @@ from measure.tables import aligned, interval_text, number
 from ops.kernels import runs_kernels
 
 SHOWN = 8  # rows of a table
-_ROUTES = (
-    " The model routes tokens by top_k: where two scores are nearly equal, rounding alone sends a token to another expert. "
-    'Check it in float32, and with transformers after model.set_experts_implementation("eager") of both.'
-)
-_SAME_BITS = " model_b gives the same bits as model_a: is anything replaced in it?"
+SAME_BITS = " model_b gives the same bits as model_a: is anything replaced in it?"
 NO_ROUNDING = 0.25  # of the output: bf16 comes to a few hundredths in deep models
 ANOTHER_LOSS = 1.0  # of all gradients together: those of two losses that have nothing to do with each other are 1.4 apart
 
@@ -65,7 +59,6 @@ class Row:
 @dataclass(frozen=True)
 class ParityCheck:
     rows: list[Row]  # the worst first
-    precision: str
     verdict: str
 
     @property
@@ -120,10 +113,9 @@ def check_parity(
     rounding step, so check in fp32 too.
 
     Args:
-        model_a: as it was, none of its norms fused; e.g. a deepcopy made ahead of `replace_norms`. Four models' worth of memory
-            is needed on its device.
-        model_b: with the same parameters, by name and value, and something in it replaced, by `replace_norms` or by hand.
-            Neither is compiled.
+        model_a: as it was, none of its norms fused; e.g. a deepcopy made ahead of `adopt`. Four models' worth of memory is
+            needed on its device.
+        model_b: with the same parameters, by name and value, and something in it replaced. Neither is compiled.
         batch: a mapping (keyword arguments), a tuple (arguments) or a tensor; or a list of such.
         loss: of the model's output, a scalar; by default its `loss`, a scalar in it, or else a fixed random projection of it.
         autocast: dtype of an autocast around both; None: no autocast.
@@ -131,139 +123,50 @@ def check_parity(
             numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
-        ValueError: the models are not one before and after: both are the same object, or norms of model_a are fused; or one is
-            compiled; or they differ in their parameters' names, shapes, values or requires_grad, or in the shapes of their
-            outputs; or there is no batch; or model_a in higher precision has another output or other gradients, and so is no
-            reference.
+        ValueError: the models are not one before and after; or one is compiled; or model_a in higher precision has another
+            output or other gradients, and so is no reference.
     """
     check_before_and_after("check_parity", model_a, model_b)
     check_comparable(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
-    if not batches:
-        raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
-    dtypes = {p.dtype for p in model_a.parameters()} or {t.dtype for t in float_tensors(batches)}
-    dtypes |= {autocast} if autocast else set()
-    wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
-    exact = "fp64" if wide is torch.float64 else "fp32"
-    norms, criterion, rows = norms_of(model_a), loss or default_loss(), dict[str, Tensor]()
-
-    def arm(name: str, model: nn.Module) -> Callable[[Any], dict[str, Tensor]]:
-        sites = {site: module for site, module in model.named_modules() if site in norms}
-        how = How(criterion, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
-        return partial(results_of, model, sites, how, rows)
-
-    reference, *arms = (
-        arm(REFERENCE, exact_copy(model_a, norms, wide)),
-        arm(TORCH, model_a),
-        arm(FUSED, model_b),
-        arm(REORDERED, reordered_copy(model_a, norms)),
-    )
+    dtypes = {p.dtype for p in model_a.parameters()} | ({autocast} if autocast else set())
+    wide, exact = (torch.float64, "fp64") if dtypes <= {torch.float32, torch.float64} else (torch.float32, "fp32")
+    norms = norms_of(model_a)
+    reference, reordered = exact_copy(model_a, norms, wide), reordered_copy(model_a, norms)
     judged: list[dict[str, Sums]] = []
     same_bits = not fused_norms(model_b)  # which without kernels may compute as model_a does
+    run = partial(results_of, norms=norms, loss=loss or default_loss(), seed=seed)
     for one in batches:
-        rows.clear()
-        a, b, c, d = quantities = [_of_reference(reference, one, exact), *(run(one) for run in arms)]
+        rows: dict[str, Tensor] = {}
+        try:
+            a = run(reference, one, rows=rows, floats=wide)
+        except Exception as error:
+            error.add_note(
+                f"check_parity: its reference, a copy of model_a in {exact}, raised this; what model_a computes has to follow "
+                f"the dtype of its weights and to run in {exact}; copies in bfloat16 have a reference in fp32"
+            )
+            raise
+        b, c, d = (run(model, one, rows=rows, autocast=autocast) for model in (model_a, model_b, reordered))
         shapes = [[tuple(t.shape) for name, t in found.items() if name.startswith("output")] for found in (b, c)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"check_parity: model_a returns float tensors of shapes {shapes[0]}, model_b {shapes[1]}")
         _check_reference(a, b, exact)
-        sums = {name: Sums() for name in a if all(name in other for other in quantities)}
+        sums = {name: Sums() for name in a if name in b and name in c and name in d}
         for name, of in sums.items():
             of.add(a[name], b[name], c[name], d[name])
             same_bits = same_bits and torch.equal(b[name], c[name])
         judged.append(sums)
     check = _judged(judged, ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)), exact)
-    if not check.holds and any(getattr(module, "top_k", None) for module in model_a.modules()):
-        check = replace(check, verdict=check.verdict + _ROUTES)
-    return replace(check, verdict=check.verdict + _SAME_BITS) if same_bits else check
-
-
-def measure(
-    model_a: nn.Module,
-    model_b: nn.Module,
-    batch: Any,
-    *,
-    loss: Loss | None = None,
-    autocast: torch.dtype | None = None,
-    cycles: int = 12,
-    block_steps: int = 5,
-    warmup_steps: int = 3,
-) -> Timing:
-    """Times forward and backward of both models in short alternating blocks. The control is model_a against itself.
-
-    The models run as they are, in training mode or not, compiled or not. Gradients are dropped after each step; those that
-    were there before are there again afterwards.
-
-    Args:
-        model_a, model_b, batch, loss, autocast: as for `check_parity`, but that models may be compiled and their parameters
-            differ.
-        cycles, block_steps: each cycle gives each model two blocks of so many steps, after one that is not counted. At least 6
-            cycles: of one, two equal models would be called different every other time; of two, one time in six.
-        warmup_steps: of each model, before.
-
-    Raises:
-        ValueError: the models are not one before and after, as for `check_parity`; or cycles is less than 6.
-    """
-    check_before_and_after("measure", model_a, model_b)
-    if cycles < LEAST_SAMPLES:
-        raise ValueError(f"measure: cycles must be {LEAST_SAMPLES} or more, got {cycles}")
-    models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
-    device = device_of(model_a, batch)
-    before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
-    criterion = loss or default_loss()
-
-    def step(model: nn.Module) -> None:
-        with autocasting(device, autocast):
-            value = criterion(call(model, batch))
-        value.backward()
-        for p in model.parameters():
-            p.grad = None
-
-    def block(name: str, _: int) -> list[float]:
-        clock = StepClock(device, warmup=LEAD_IN)
-        for _step in range(LEAD_IN + block_steps):
-            with clock.step():
-                step(models[name])
-        return list(clock.steps_ms)
-
-    try:
-        for p in before:
-            p.grad = None  # else the first step would add to it
-        for model in models.values():
-            for _ in range(warmup_steps):
-                step(model)
-        blocks = run_blocks(block, list(models), cycles, seed=0)
-    finally:
-        for p, grad in before.items():
-            p.grad = grad
-    comparison, control = (compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
-    a_ms, b_ms = (median(cycle_times(blocks[name])) for name in (TORCH, FUSED))
-    words = conclusion("model_b", {"model_a": comparison}, control)
-    return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {NO_KERNEL}")
-
-
-def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, exact: str) -> dict[str, Tensor]:
-    try:
-        return run(batch)
-    except Exception as error:
-        narrower = "; or check copies in bfloat16, whose reference is in fp32" if exact == "fp64" else ""
-        error.add_note(
-            f"check_parity: its reference, a copy of model_a in {exact}, raised this; what model_a computes has to follow the "
-            f"dtype of its weights and to run in {exact}{narrower}"
-        )
-        raise
+    return replace(check, verdict=check.verdict + SAME_BITS) if same_bits else check
 
 
 def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:
     """Refuses a reference that computes something else: beside it every error would look expected."""
-
-    def away(kind: str) -> float:
+    for kind, accepted in (("output", NO_ROUNDING), ("gradient of ", ANOTHER_LOSS)):
         pairs = [(own[name].to(a.device).double(), a.double()) for name, a in reference.items() if name.startswith(kind)]
         size = math.hypot(*(float(a.norm()) for _, a in pairs))
-        return math.hypot(*(float((b - a).norm()) for b, a in pairs)) / max(size, 1e-300)
-
-    for kind, accepted in (("output", NO_ROUNDING), ("gradient of ", ANOTHER_LOSS)):
-        if (error := away(kind)) > accepted:
+        error = math.hypot(*(float((b - a).norm()) for b, a in pairs)) / max(size, 1e-300)
+        if error > accepted:
             raise ValueError(
                 f"check_parity: the {kind.split()[0]}s of model_a are {error:.2g} away from those of its copy in {exact}, "
                 "relative, which is more than rounding; make what forward and loss compute follow the dtype of their input (a "
@@ -298,4 +201,75 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
             f"Parity holds in {precision}{few}: none of {len(rows)} quantities is farther from {exact} than rounding explains "
             f"({allowed})."
         )
-    return ParityCheck(rows, precision, words)
+    return ParityCheck(rows, words)
+
+
+def measure(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    autocast: torch.dtype | None = None,
+    cycles: int = 12,
+    block_steps: int = 5,
+    warmup_steps: int = 3,
+) -> Timing:
+    """Times forward and backward of both models in short alternating blocks. The control is model_a against itself.
+
+    The models run as they are, in training mode or not, compiled or not. Gradients are dropped after each step; those that
+    were there before are there again afterwards.
+
+    Args:
+        model_a, model_b, batch, loss, autocast: as for `check_parity`, but that models may be compiled and their parameters
+            differ.
+        cycles, block_steps: each cycle gives each model two blocks of so many steps, after one that is not counted. At least 6
+            cycles: of one, two equal models would be called different every other time; of two, one time in six.
+        warmup_steps: of each model, before.
+
+    Raises:
+        ValueError: the models are not one before and after, as for `check_parity`; or cycles is less than 6.
+    """
+    check_before_and_after("measure", model_a, model_b)
+    if cycles < LEAST_SAMPLES:
+        raise ValueError(f"measure: cycles must be {LEAST_SAMPLES} or more, got {cycles}")
+    device, criterion = device_of(model_a, batch), loss or default_loss()
+    before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
+
+    def step(model: nn.Module) -> None:
+        with autocasting(device, autocast):
+            value = criterion(call(model, batch))
+        value.backward()
+        for p in model.parameters():
+            p.grad = None
+
+    steps = {name: partial(step, model) for name, model in ((TORCH, model_a), (AGAIN, model_a), (FUSED, model_b))}
+    try:
+        for p in before:
+            p.grad = None  # else the first step would add to it
+        for one in steps.values():
+            for _ in range(warmup_steps):
+                one()
+        blocks = alternating_blocks(steps, device, cycles, block_steps)
+    finally:
+        for p, grad in before.items():
+            p.grad = grad
+    comparison, control = (compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
+    a_ms, b_ms = (median(cycle_times(blocks[name])) for name in (TORCH, FUSED))
+    words = conclusion("model_b", {"model_a": comparison}, control)
+    return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {NO_KERNEL}")
+
+
+def alternating_blocks(
+    steps: Mapping[str, Callable[[], Any]], device: torch.device, cycles: int, block_steps: int
+) -> dict[str, list[list[float]]]:
+    """The times in ms of so many steps of each arm in each of its blocks, by name."""
+
+    def block(name: str, _: int) -> list[float]:
+        clock = StepClock(device, warmup=LEAD_IN)
+        for _step in range(LEAD_IN + block_steps):
+            with clock.step():
+                steps[name]()
+        return list(clock.steps_ms)
+
+    return run_blocks(block, list(steps), cycles, seed=0)

@@ -12,6 +12,7 @@ import tomllib
 import traceback
 import warnings
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation.adopted_models import call, float_tensors
+from ablation.adopted_models import default_loss, results_of
 from ops import Adoption, adopt
 
 MODELS = tomllib.loads(Path(__file__).with_name("adoption_models.toml").read_text())
@@ -40,6 +41,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_results = partial(results_of, loss=default_loss())
 TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
 HEAD = """# What `adopt` fuses, model by model
 
@@ -64,7 +66,7 @@ def main(names: list[str]) -> None:
         torch.manual_seed(0)
         try:
             model, batch = known.get(name, _of_transformers)(name.rpartition("/")[2])
-            expected = _results(_shaken(model.eval()), batch)
+            expected = _results(_shaken(model), batch)
         except Exception as error:  # a tiny configuration of it needs more care than this script takes
             print(f"{name:40} not tried: {type(error).__name__}: {str(error)[:100]!r}", flush=True)
             continue
@@ -89,9 +91,7 @@ def _of_diffusers(name: str) -> tuple[nn.Module, Any]:
 
 
 def _of_transformers(name: str) -> tuple[nn.Module, Any]:
-    from transformers import AutoModel, AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING, AutoModel
 
     kind = CONFIG_MAPPING[name]
     default = kind()
@@ -103,12 +103,10 @@ def _of_transformers(name: str) -> tuple[nn.Module, Any]:
             given[field] = (list(dict.fromkeys(kinds)) * 2)[: max(2, len(set(kinds)))]
             given["num_hidden_layers"] = len(given[field])
     config = kind(**(given | MODELS["overrides"].get(name, {})))
-    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.is_encoder_decoder and name not in ENCODERS
-    model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+    model = AutoModel.from_config(config)
     return model, _batch(model, config)
 
 
-ENCODERS = {"bert", "roberta", "electra", "camembert", "xlm-roberta", "roformer"}
 LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 
 
@@ -149,9 +147,9 @@ def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str
         parity = _compared(expected, _results(adopted, batch))
         trains = False
         with suppress(Exception):  # it may have no training mode, whoever computes it
-            trains = bool(_results(model.train(), batch))
+            trains = bool(_results(model, batch, seed=1))
         if trains:
-            _results(adopted.train(), batch)
+            _results(adopted, batch, seed=1)
     except Exception as error:
         traceback.print_exc()
         return "", "", f"no: {type(error).__name__}: {str(error)[:200]}"
@@ -167,22 +165,10 @@ def _fused(found: Adoption) -> str:
     return counts + (f", with {', '.join(features)}" if features else "") + why
 
 
-def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    output = call(model, batch)
-    tensors = float_tensors(output if isinstance(output, tuple | list | Tensor) else dict(output))
-    values: list[Any] = [(t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in tensors if t.requires_grad]
-    torch.stack(values).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {f"output {i}": t.detach() for i, t in enumerate(tensors)} | gradients
-
-
 def _compared(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
     if expected.keys() != found.keys():
         return f"no: {', '.join(sorted(expected.keys() ^ found.keys())[:3])} is there in one of them only"
-    largest = max(float(g.norm()) for g in expected.values())
+    largest = max(float(t.norm()) for name, t in expected.items() if name.startswith("gradient"))
     for name, a in expected.items():
         error = float((found[name] - a).norm()) / max(float(a.norm()), 1e-4 * largest, 1e-12)
         if not error < 3e-3:

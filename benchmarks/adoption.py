@@ -1,34 +1,30 @@
 """A training step of transformers' Llama, Qwen3 and Gemma 3, eager: as it is, adopted, and with Liger's kernels.
 
     pip install 'transformers>=5.20' liger-kernel
-    python -m benchmarks.adoption                      about 110M parameters each, random weights, 24 × 1024 tokens a step
-    python -m benchmarks.adoption --model Llama --weights bf16 --vocabulary 128256
+    python -m benchmarks.adoption            about 110M parameters each, random weights, 24 × 1024 tokens a step
 
-A step is forward, backward and a fused AdamW update. With weights in fp32, forward runs under autocast to bf16, as with
-`bf16=True` of Trainer. All arms of a model are in one process, in short blocks that alternate. Arms with "plain loss" have
-transformers' loss, so that the gain of prenorm's or Liger's loss is seen by itself. An arm whose first loss or gradient is
-not that of the plain model is an error.
+A step is forward under autocast to bf16 with weights in fp32, as with `bf16=True` of Trainer, backward and a fused AdamW
+update. All arms of a model are in one process, in short blocks that alternate. Arms with "plain loss" have transformers' loss,
+so that the gain of prenorm's or Liger's loss is seen by itself. An arm whose first loss or gradient is not that of the plain
+model is an error, as is one whose library can't be imported.
 """
 
-import argparse
 import copy
-import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ablation.adopted_models import autocasting
+from ablation.adoption import alternating_blocks
 from benchmarks import command
 from benchmarks.command import Record
-from measure.clock import StepClock
 from measure.comparison import AGAIN, TORCH, compare_blocks, cycle_times
-from measure.schedule import LEAD_IN, run_blocks
 from measure.statistics import LEAST_SAMPLES, Interval, spread
 from measure.tables import NOTHING, aligned, interval_text, number
 from ops import adopt
@@ -39,7 +35,7 @@ ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, LIGER, LIGER_PLAIN, BOTH)
 BASES = (TORCH, LIGER, LIGER_PLAIN)  # that others are compared with
 PLAIN_LOSS = {ADOPTED: ADOPTED_PLAIN, LIGER: LIGER_PLAIN}
 SAME = 0.02  # of the loss and the gradient's norm, relative: rounding to bf16 stays below
-WARM_UP = 3  # steps of each arm
+WARM_UP, STEPS = 3, 2  # of each arm, and of a block that count
 _WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "tie_word_embeddings": True}
 SIZES: dict[str, dict[str, Any]] = {
     "Llama": _WIDE | {"num_attention_heads": 12, "num_key_value_heads": 12},
@@ -66,119 +62,72 @@ class Arm:
             adopt(self.model, loss=name != ADOPTED_PLAIN, verbose=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
-    def step(self, tokens: Tensor, autocast: Any) -> Tensor:
+    def backward(self, tokens: Tensor) -> Tensor:
         self.modeling.apply_rotary_pos_emb = self.rotary
-        with autocast:
+        with autocasting(tokens.device, torch.bfloat16 if tokens.is_cuda else None):
             loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         return loss
 
-    def first_step(self, tokens: Tensor, autocast: Any) -> Record:
-        """Loss, norm of the gradient, and on a GPU the memory that the step takes beside what stays."""
-        norms: list[Tensor] = []
-        hook = self.optimizer.register_step_pre_hook(
-            lambda *_: norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
-        )
-        self.step(tokens, autocast)  # makes the optimizer's state
-        hook.remove()
-        found: Record = {}
+    def step(self, tokens: Tensor) -> None:
+        self.backward(tokens)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def first_steps(self, tokens: Tensor) -> Record:
+        """Loss, norm of the gradient, and on a GPU the memory that a step takes beside what stays."""
+        found: Record = {"loss": self.backward(tokens).item()}
+        found["gradient"] = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item()
+        self.optimizer.step()  # makes its state
+        self.optimizer.zero_grad()
         if tokens.is_cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        loss = self.step(tokens, autocast)
-        if tokens.is_cuda:
+            self.step(tokens)
             found["peak_gb"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-        return found | {"loss": loss.item(), "gradient": norms[0].item()}
-
-
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.adoption", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="(all)")
-    parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32", help="(fp32, under autocast to bf16)")
-    parser.add_argument("--vocabulary", type=command.positive, default=32768, help="tokens in it, on a GPU (%(default)s)")
-    parser.add_argument("--batch", type=command.positive, default=24, help="sequences of 1024 tokens, on a GPU (%(default)s)")
-    parser.add_argument("--rounds", type=command.positive, default=LEAST_SAMPLES, help="cycles of blocks (%(default)s)")
-    parser.add_argument("--steps", type=command.positive, default=2, help="of a block that count (%(default)s)")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
-    parser.add_argument("--output", type=Path, help="folder of the record (benchmarks/results/<gpu>)")
-    options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
-    if options.rounds < LEAST_SAMPLES:
-        parser.error(f"--rounds {options.rounds}: intervals need {LEAST_SAMPLES} or more")
-    return options
+        for _ in range(WARM_UP):
+            self.step(tokens)
+        return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(argv)
-    if options.device == "cpu":
-        torch.set_num_threads(1)  # more threads make so small a model slower
-    why, libraries = without_liger(options.device), {"transformers": version("transformers")}
-    if why:
-        print(f"Liger's arms are left out: {why}")
-    else:
-        libraries["liger-kernel"] = version("liger-kernel")
-    facts = command.environment(torch.device(options.device), libraries)
-    folder = options.output or command.FOLDER / command.slug(facts)
-    words = shlex.join(["python", "-m", "benchmarks.adoption", *(sys.argv[1:] if argv is None else argv)])
-    results = command.Results(folder / "adoption.json", facts, words)
-    for kind in options.model:
-        results.add(records := measure(kind, [name for name in ARMS if not (why and "Liger" in name)], options))
+    parser = command.parser("adoption", __doc__.splitlines()[0], rounds=(LEAST_SAMPLES, LEAST_SAMPLES))
+    parser.add_argument("--model", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="(all; Llama with --quick)")
+    options = command.parse(parser, argv)
+    libraries = [name for name in ("transformers", "liger-kernel") if find_spec(name.replace("-", "_"))]
+    results = command.open_results(options, (), {name: version(name) for name in libraries})
+    for kind in options.model[: 1 if options.quick else None]:
+        results.add(records := measure(kind, options.device, options.rounds))
         print(f"\n{summary(records)}", flush=True)
     results.finish()
 
 
-def without_liger(device: str) -> str:
-    """Why its arms can't run; empty if they can."""
-    if device != "cuda":
-        return "its kernels need a GPU"
-    try:
-        import_module("liger_kernel.transformers")
-    except Exception as error:  # more than ImportError where it does not go with transformers
-        return f"liger_kernel.transformers can't be imported, {type(error).__name__}: {error}"
-    return ""
-
-
-def measure(kind: str, names: Sequence[str], options: argparse.Namespace) -> list[Record]:
+def measure(kind: str, device: torch.device, rounds: int) -> list[Record]:
     """A record for each arm, with its speed-up over others; or with an error."""
-    device, on_gpu = torch.device(options.device), options.device == "cuda"
-    vocabulary, shape = (options.vocabulary, (options.batch, 1024)) if on_gpu else (256, (2, 32))
+    vocabulary, shape, sizes = (32768, (24, 1024), {}) if device.type == "cuda" else (256, (2, 32), TINY)
     modeling: Any = import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
-    sizes = SIZES[kind] | ({} if on_gpu else TINY) | {"vocab_size": vocabulary, "pad_token_id": 0}
     torch.manual_seed(0)
-    config = getattr(modeling, {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config"))(**sizes)
-    dtype = torch.bfloat16 if options.weights == "bf16" else torch.float32
-    plain = getattr(modeling, f"{kind}ForCausalLM")(config).to(device, dtype).train()
+    config = getattr(modeling, {"Gemma3": "Gemma3TextConfig"}.get(kind, f"{kind}Config"))
+    config = config(**SIZES[kind] | sizes | {"vocab_size": vocabulary, "pad_token_id": 0})
+    plain = getattr(modeling, f"{kind}ForCausalLM")(config).to(device, torch.float32).train()
     tokens = torch.randint(vocabulary, shape, device=device)
-    autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu and options.weights == "fp32" else nullcontext()
-    cell: Record = {"model": kind, "parameters": sum(p.numel() for p in plain.parameters()), "weights": options.weights}
+    cell: Record = {"model": kind, "parameters": sum(p.numel() for p in plain.parameters()), "weights": "fp32"}
     cell |= {"vocabulary": vocabulary, "tokens": tokens.numel()}
 
-    records: dict[str, Record] = {name: cell | {"arm": name} for name in names}
+    records: dict[str, Record] = {name: cell | {"arm": name} for name in ARMS}
     arms: dict[str, Arm] = {}
     rotary = modeling.apply_rotary_pos_emb
     try:
         for name, record in records.items():
             try:
                 arm = Arm(name, kind, modeling, plain)
-                record |= arm.first_step(tokens, autocast)
+                record |= arm.first_steps(tokens)
                 check(record, records[TORCH])
-                for _ in range(WARM_UP):
-                    arm.step(tokens, autocast)
                 arms[name] = arm
             except Exception as error:  # of somebody's library: the others are measured
                 record["error"] = f"{type(error).__name__}: {error}"
-
-        def block(name: str, cycle: int) -> list[float]:
-            clock = StepClock(device, warmup=LEAD_IN)
-            for _ in range(LEAD_IN + options.steps):
-                with clock.step():
-                    arms[name].step(tokens, autocast)
-            return list(clock.steps_ms)
-
-        blocks = run_blocks(block, list(arms), options.rounds, seed=0)
+        steps = {name: partial(arm.step, tokens) for name, arm in arms.items()}
+        blocks = alternating_blocks(steps, device, rounds, STEPS)
     finally:
         modeling.apply_rotary_pos_emb = rotary
     for name in arms:
@@ -198,38 +147,22 @@ def check(record: Record, plain: Record) -> None:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Its table, and what of the gain is the loss."""
-    first = records[0]
-    title = (
-        f"{first['model']}, {first['parameters'] / 1e6:.0f}M parameters in {first['weights']}, {first['tokens']} tokens a step"
-    )
-    bases = [base for base in BASES if any(f"over {base}" in record for record in records)]
-    header = [title, "ms", "GiB a step", *(f"× as fast as {base}" for base in bases)]
-    rows = [
-        [
-            record["arm"],
-            number(record["ms"]),
-            f"{record['peak_gb']:.2f}" if "peak_gb" in record else NOTHING,
-            *(ratio(record, base) for base in bases),
-        ]
-        for record in records
-        if "ms" in record
-    ]
-    loss = [
-        f"The loss alone: {record['arm']} is {ratio(record, other)} × as fast as with the plain loss"
-        for record in records
-        if (other := PLAIN_LOSS.get(record["arm"])) and f"over {other}" in record
-    ]
-    return "\n".join(
-        [
-            aligned(header, rows),
-            *loss,
-            *(f"failed: {record['arm']}: {record['error']}" for record in records if "error" in record),
-        ]
-    )
+    """A table, what of the gain is the loss, and which arms failed."""
+    cell = "{model}, {parameters:,} parameters in {weights}, {tokens} tokens a step".format(**records[0])
+    header = [cell, "ms", "GiB a step", *(f"× as fast as {base}" for base in BASES)]
+    rows, loss, failed = [], [], []
+    for record in records:
+        if "error" in record:
+            failed.append(f"failed: {record['arm']}: {record['error']}")
+            continue
+        arm, memory = record["arm"], record.get("peak_gb", NOTHING)
+        rows.append([arm, number(record["ms"]), memory, *(over(record, base) for base in BASES)])
+        if f"over {PLAIN_LOSS.get(arm)}" in record:
+            loss.append(f"The loss alone: {arm} is {over(record, PLAIN_LOSS[arm])} × as fast as with the plain loss")
+    return "\n".join([aligned(header, rows), *loss, *failed])
 
 
-def ratio(record: Record, base: str) -> str:
+def over(record: Record, base: str) -> str:
     found = record.get(f"over {base}")
     return interval_text(Interval(*found)) if found else NOTHING
 

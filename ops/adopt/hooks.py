@@ -98,11 +98,6 @@ def settle_arguments(part: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
 
 def settle_output(model: nn.Module, args: Any, output: Any) -> Any:
     """A model returns tensors."""
-    if isinstance(output, dict) and type(output) is not dict:  # transformers' ModelOutput
-        for name, value in list(output.items()):
-            if (tensors := settled(value)) is not value:
-                output[name] = tensors
-        return output
     return settled(output)
 
 

@@ -2,7 +2,7 @@
 
 A block's own forward runs as it is written. Only its operands differ: a `Lazy` is the value
 
-    dropout(rowscale · scale · weight · N(x)) + x1 + residual_scale · residual          each where it is there
+    dropout(rowscale · scale · weight · N(x)) + x1 + residual          each where it is there
 
 It is a *branch* without a residual, as what a sublayer gives, and a *stream* with one. Branch + stream is a stream. A replaced
 norm that gets a stream computes the sum and the norm in one kernel, and the stream keeps the sum. In everything else that a
@@ -37,7 +37,6 @@ class Lazy:
 
     x: Tensor | None = None  # (..., N), of a sublayer
     residual: Tensor | None = None  # x's shape
-    residual_scale: float = 1.0
     branch_norm: Any = None  # an AdoptedNorm, of x
     branch_weight: Tensor | None = None  # (N,)
     rowscale: Tensor | None = None  # x's shape but for the last dimension
@@ -48,7 +47,7 @@ class Lazy:
 
     def __post_init__(self) -> None:
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
-        self._value = self.residual if self.x is None and self.residual_scale == 1.0 else None
+        self._value = self.residual if self.x is None else None
 
     def then(self, **what: Any) -> "Lazy":
         return Lazy(**({name: getattr(self, name) for name in Lazy.__dataclass_fields__} | what))
@@ -73,13 +72,11 @@ class Lazy:
         """The value, which is computed once more later: for a hook that wants to see it and change nothing."""
         if self._value is not None:
             return self._value
-        scaled = self.residual if self.residual is None or self.residual_scale == 1.0 else self.residual * self.residual_scale
-        if self.x is None:
-            return scaled  # type: ignore[return-value]
+        assert self.x is not None
         if TRACE is not None and self.residual is not None:
             TRACE.append((None, self.then()))
         if self.is_plain():
-            return self.x if scaled is None else scaled + self.x
+            return self.x if self.residual is None else self.residual + self.x
         options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
         options |= {"out_dtype": self.dtype, "residual_in_fp32": self.dtype == torch.float32}
         return norm_fn(Norm.none, **self.arguments(), **options)  # type: ignore[return-value]
@@ -93,8 +90,7 @@ class Lazy:
             TRACE.append((norm, self.then()))
         parts = self
         if residual.dtype is torch.float64 or not norm.goes_with(self):
-            x = self.then(residual=None).tensor()
-            parts = Lazy(x, residual, self.residual_scale)
+            parts = Lazy(self.then(residual=None).tensor(), residual)
         follows_x = torch.is_autocast_enabled(x.device.type) or residual.dtype == torch.float32 != x.dtype
         weight, bias = norm.weights()
         normed: Any = norm_fn(
@@ -113,7 +109,7 @@ class Lazy:
             rowscale = self.x.new_ones(self.x.shape[:-1], dtype=torch.float32) if rowscale is None else rowscale
             rowscale = rowscale * self.scale
         found = {
-            "x": self.x, "residual": self.residual, "residual_scale": self.residual_scale, "x1": self.x1,
+            "x": self.x, "residual": self.residual, "x1": self.x1,
             "rowscale": None if rowscale is None else rowscale.expand(self.x.shape[:-1]),
             "branch_weight": self.branch_weight, "dropout_p": self.dropout_p, "seed": self.seed,
         }  # fmt: skip
@@ -141,9 +137,6 @@ class Lazy:
         """A tensor of its shape, dtype and device."""
         found = self.x if self.residual is None else self.residual
         return found if found is not None and found.dtype == self.dtype else self.tensor()
-
-    def contiguous(self) -> Any:
-        return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         like, how = self.like(), (settled(args), settled(kwargs))
@@ -181,21 +174,6 @@ class Lazy:
         return self.tensor()
 
 
-def _by_value(name: str) -> Callable:
-    def operator(self: Lazy, *operands: Any) -> Any:
-        return getattr(self.tensor(), name)(*settled(operands))
-
-    return operator
-
-
-_OPERATORS = """
-sub rsub rtruediv floordiv mod pow rpow matmul rmatmul and or xor neg pos abs invert eq ne lt le gt ge getitem setitem len iter
-bool int float index contains array deepcopy reduce_ex
-"""
-for _name in _OPERATORS.split():
-    setattr(Lazy, f"__{_name}__", _by_value(f"__{_name}__"))
-
-
 class Pending(Lazy):
     """A stream between two blocks. It stays what it is, so that activation checkpointing can run the next block twice."""
 
@@ -209,13 +187,17 @@ for _container in (Lazy, Pending):  # torch's tree functions find the tensors in
 
 
 def settled(x: Any) -> Any:
-    """x, with tensors in place of what is lazy in it; tuples, lists and dicts are looked through."""
+    """x, with tensors in place of what is lazy in it; tuples, lists and dicts are looked through, and transformers' outputs."""
     if isinstance(x, Lazy):
         return x.tensor()
     if type(x) in (tuple, list):
         return type(x)([settled(y) for y in x])
     if type(x) is dict:
         return {name: settled(y) for name, y in x.items()}
+    if isinstance(x, dict):  # a ModelOutput
+        for name, y in list(x.items()):
+            if (tensors := settled(y)) is not y:
+                x[name] = tensors
     return x
 
 
@@ -251,9 +233,7 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     branch = b if _kind(b) == _BRANCH else Lazy(settled(b))
     if torch.promote_types(branch.dtype, stream.dtype) != stream.dtype:
         return stream.tensor() + branch.tensor()
-    if stream.x is None:
-        return branch.then(residual=stream.residual, residual_scale=stream.residual_scale)
-    if _are_plain(stream, branch):
+    if stream.x is not None and _are_plain(stream, branch):
         return stream.then(x1=branch.x)
     return branch.then(residual=stream.tensor())
 
@@ -283,13 +263,10 @@ def _are_plain(a: Lazy, b: Lazy) -> bool:
 
 def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
     a, b = (_open(a), b) if isinstance(a, Lazy) else (_open(b), a)
-    if isinstance(a, Lazy) and out is None and a.x1 is None:
+    if _kind(a) == _BRANCH and out is None and a.x1 is None:
         if isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
-            if a.residual is None:
-                return a.then(scale=a.scale * b)
-            if a.x is None:
-                return a.then(residual_scale=a.residual_scale * b)
-        elif a.residual is None and isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
+            return a.then(scale=a.scale * b)
+        if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
             if b.shape == a.shape[-1:] and not a.holds_weights():
                 return a.then(branch_weight=b)
             of_rows = b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1]
@@ -314,16 +291,27 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     return F.dropout(settled(input), p) if seed is None else seeded_dropout(settled(input), p, seed)
 
 
-# add_ and mul_ are not among them: what they change in place is the value. `+=` gives its name another value in any case.
-Lazy.add = Lazy.__add__ = Lazy.__iadd__ = add  # type: ignore[attr-defined, operator]
-Lazy.__radd__ = lambda self, other: add(other, self)  # type: ignore[attr-defined]
-Lazy.mul = Lazy.multiply = Lazy.__mul__ = Lazy.__rmul__ = Lazy.__imul__ = multiply  # type: ignore[attr-defined, operator]
-Lazy.div = Lazy.__truediv__ = Lazy.__itruediv__ = divide  # type: ignore[attr-defined, operator]
-
-_HANDLERS: dict[Any, Callable] = {  # functions of torch that leave things uncomputed
+# Functions of torch that leave things uncomputed. add_ and mul_ are not among them: what they change in place is the value.
+# `+=` gives its name another value in any case.
+_HANDLERS: dict[Any, Callable] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
-    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
-    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), divide),
+    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply), multiply),
+    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__), divide),
     F.dropout: dropout,
     torch.reshape: lambda x, shape: x.reshape(shape) if isinstance(x, Lazy) else torch.reshape(x, settled(shape)),
 }
+_OPERATORS = """
+add radd iadd sub rsub mul rmul imul truediv itruediv rtruediv floordiv mod pow rpow matmul rmatmul and or xor neg pos abs
+invert eq ne lt le gt ge getitem setitem len iter bool int float index contains array deepcopy reduce_ex
+"""
+
+
+def _operator(name: str) -> Callable:
+    handler = _HANDLERS.get(getattr(Tensor, name))
+    return handler or (lambda self, *operands: getattr(self.tensor(), name)(*settled(operands)))
+
+
+for _name in _OPERATORS.split():
+    setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
+Lazy.add, Lazy.mul, Lazy.multiply, Lazy.div = add, multiply, multiply, divide  # type: ignore[attr-defined]

@@ -24,9 +24,8 @@ class FusedCausalLoss:
     A plain object, so that the model has no submodule more, and what was there before stays with it.
     """
 
-    def __init__(self, was: Callable[..., Tensor], was_set: bool = False) -> None:
-        self.was, self.was_set = was, was_set  # was_set: on the model, and not by its class
-        self.in_place = False
+    def __init__(self, was: Callable[..., Tensor]) -> None:
+        self.was, self.in_place = was, False
 
     def __call__(
         self, logits: Tensor, labels: Tensor | None, vocab_size: int | None = None, num_items_in_batch: Any = None,
@@ -71,7 +70,7 @@ def replace_loss(model: nn.Module, *, in_place: bool = False, verbose: bool = Tr
             f"replace_loss: {name} has no loss_function, as transformers' models with a language-model head have; call "
             "cross_entropy_fn where it computes its loss"
         )
-    loss = found if isinstance(found, FusedCausalLoss) else FusedCausalLoss(found, "_loss_function" in vars(model))
+    loss = found if isinstance(found, FusedCausalLoss) else FusedCausalLoss(found)
     if loss is not found:
         if problem := _difference(found, loss):
             raise ValueError(f"replace_loss: {name}.loss_function is {loss}, {problem}; left alone")
@@ -87,10 +86,7 @@ def restore_loss(model: nn.Module, *, verbose: bool = True) -> str:
     found: Any = getattr(model, "loss_function", None)
     if not isinstance(found, FusedCausalLoss):
         return ""
-    if "_loss_function" in vars(model) and not found.was_set:
-        del model._loss_function  # where transformers keeps what is set
-    else:
-        model.loss_function = found.was  # type: ignore[assignment]
+    model.loss_function = found.was  # type: ignore[assignment]
     line = f"{type(model).__name__}.loss_function: {found} as it was"
     print(f"{line}\n" * verbose, end="")
     return line
@@ -103,17 +99,18 @@ def _difference(loss: Callable[..., Tensor], ours: Callable[..., Tensor]) -> str
     labels = torch.randint(7, (2, 5), generator=generator, device="cpu")
     labels[0, 3] = _IGNORED
     for given in ({}, {"num_items_in_batch": 11}, {"shift_labels": labels.flip(0)}):
-        leaves = [logits.clone().requires_grad_() for _ in range(2)]
         try:
             with torch.enable_grad():
-                values = [
-                    fn(logits=leaf, labels=labels, vocab_size=7, **given) for fn, leaf in zip((loss, ours), leaves, strict=True)
-                ]
-                torch.stack(values).sum().backward()
+                a, b = (_value_and_gradient(fn, logits, labels=labels, vocab_size=7, **given) for fn in (loss, ours))
         except Exception as error:  # anybody's code
             return f"which can't be called as transformers' models do ({type(error).__name__}: {error})"
-        for a, b in (values, [leaf.grad for leaf in leaves]):
-            if not torch.allclose(a, b, rtol=1e-4, atol=1e-6):  # type: ignore[arg-type]
-                how = "".join(f" with {argument}" for argument in given)
-                return f"which computes something else than the mean cross-entropy of next tokens{how}"
+        if not torch.allclose(a, b, rtol=1e-4, atol=1e-6):
+            how = "".join(f" with {argument}" for argument in given)
+            return f"which computes something else than the mean cross-entropy of next tokens{how}"
     return ""
+
+
+def _value_and_gradient(fn: Callable[..., Tensor], logits: Tensor, **given: Any) -> Tensor:
+    leaf = logits.clone().requires_grad_()
+    value = fn(logits=leaf, **given)
+    return torch.cat([value.view(1), torch.autograd.grad(value, leaf)[0].flatten()])

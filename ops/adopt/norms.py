@@ -24,6 +24,9 @@ from .hooks import is_sharded, take_hooks_off
 from .lazy import Lazy
 from .recognise import OUT_DTYPES, Formula, looks_like_a_norm, may_be_a_norm, recognise
 
+# What a replaced norm has; the first three as torch's norms and ours have them.
+_OURS = ("normalized_shape", "elementwise_affine", "zero_centered_weight", "formula", "eps", "_before")
+
 
 @dataclass(frozen=True)
 class Site:
@@ -55,14 +58,7 @@ def replace_norms(
 
     Returns:
         A record for each norm, also for those left alone; `str` of it is the printed line.
-
-    Raises:
-        TypeError: model is no module, or only no function.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"replace_norms: model must be a torch.nn.Module, got {type(model).__name__}")
-    if only is not None and not callable(only):
-        raise TypeError(f"replace_norms: only must be a function of a norm's name and module, got {only!r}")
     sites = [site for name, module in model.named_modules() if (site := _replace(name or "model", module, only))]
     print("".join(f"{line}\n" for line in sites if verbose), end="")
     return sites
@@ -79,18 +75,11 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
         return Site(name, was, False, formula) if looks_like_a_norm(module, name) else None
     if only is not None and not only(name, module):
         return Site(name, was, False, "`only` returned False for it")
-    own, cls = vars(module).copy(), type(module)
-    try:
-        module.__class__ = _adopted_class(cls, MODULES[formula.norm])  # type: ignore[arg-type]
-    except TypeError as error:
-        return Site(name, was, False, f"Python can't give its class a subclass: {error}")
-    shown = {
-        "normalized_shape": () if formula.width is None else (formula.width,),
-        "elementwise_affine": formula.weight is not None, "zero_centered_weight": formula.zero_centered_weight,
-    }  # fmt: skip
-    vars(module).update({**shown, **own, "formula": formula, "eps": formula.eps})
-    added = vars(module).keys() - own.keys()
-    vars(module)["_before"] = ({*added, "_before"}, {k: own[k] for k in ("eps", "formula") if k in own})
+    before = {attribute: vars(module)[attribute] for attribute in _OURS if attribute in vars(module)}
+    module.__class__ = _adopted_class(type(module), MODULES[formula.norm])  # type: ignore[arg-type]
+    shown = (() if formula.width is None else (formula.width,), formula.weight is not None, formula.zero_centered_weight)
+    ours = dict(zip(_OURS, shown, strict=False)) | before
+    vars(module).update(ours | {"formula": formula, "eps": formula.eps, "_before": before})
     return Site(name, was, True, str(formula))
 
 
@@ -135,9 +124,9 @@ def restore(norm: "AdoptedNorm") -> None:
             f"restore_norms: after a {norm._own.__name__} was replaced, another tool changed {changed} (fully_shard, a "
             "parametrization, module.forward = …); undo that first"
         )
-    added, before = norm._before
-    for name in added:
-        vars(norm).pop(name, None)
+    before = norm._before
+    for attribute in _OURS:
+        vars(norm).pop(attribute, None)
     vars(norm).update(before)
     norm.__class__ = norm._own
 
@@ -147,7 +136,7 @@ class AdoptedNorm(nn.Module):
 
     _own: type  # the module's class before
     _ours: type  # `LayerNorm` or `RMSNorm`, for isinstance
-    _before: tuple[set[str], dict[str, Any]]  # attributes that it did not have, and those that were other ones
+    _before: dict[str, Any]  # those of `_OURS` that it had
     formula: Formula
     eps: float | None  # the formula's; may be set, as with torch's norms
 

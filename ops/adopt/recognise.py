@@ -115,9 +115,6 @@ def _obstacle(module: nn.Module) -> str:
     if held := [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
         # the trial would not randomise them, and ones pass for no weight
         return f"its {' and '.join(held)}: no Parameter, as FullyShardedDataParallel leaves it; replace norms before that"
-    shape = getattr(module, "normalized_shape", None)
-    if isinstance(shape, list | tuple | torch.Size) and len(shape) != 1:
-        return f"it normalises over the last {len(shape)} dimensions, {tuple(shape)}; the kernels over one"
     parameters = list(module.parameters())
     if any(map(is_lazy, parameters)):
         return "its weights have no shape yet; run the model once, then replace norms"

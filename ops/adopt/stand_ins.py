@@ -1,4 +1,4 @@
-"""What a trial puts in the place of sublayers, of their outputs, and of arguments of which nothing is known."""
+"""What a trial puts in the place of sublayers and of their outputs."""
 
 from collections.abc import Iterator
 from copy import copy
@@ -11,30 +11,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from .lazy import Lazy, dropout, settled
-
-
-class Anything:
-    """Stands for an argument of which nothing is known."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self, self))
-
-    def __bool__(self) -> bool:
-        return False
-
-    @classmethod
-    def __torch_function__(cls, *call: Any) -> Any:
-        return cls()
-
-
-_OPERATORS = "call getitem add radd sub rsub mul rmul truediv eq ne lt le gt ge invert neg"
-for _name in _OPERATORS.split():
-    setattr(Anything, f"__{_name}__", lambda self, *operands, **named: self)
 
 
 class StandIn(nn.Module):

@@ -19,7 +19,7 @@ from . import lazy
 from .lazy import Lazy, settled
 from .norms import AdoptedNorm
 from .recognise import undisturbed
-from .stand_ins import Anything, SameDropout, StandIn, on_cpu
+from .stand_ins import SameDropout, StandIn, on_cpu
 
 _TOKENS = 16
 _TOLERANCE = 1e-3  # relative to the largest value: LayerScale and Gemma's weights make large and small ones
@@ -33,9 +33,9 @@ class Trial:
     argument: str  # the name of its stream
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)  # path of a norm → what its kernel does along
     leaves: bool = False  # the block hands on a sum
-    parts: list[str] = field(default_factory=list)  # paths of what has to make a branch of its output
-    feeds: list[str] = field(default_factory=list)  # of sublayers whose output is added
-    plain: list[str] = field(default_factory=list)  # and of sublayers that got something lazy
+    parts: set[str] = field(default_factory=set)  # paths of what has to make a branch of its output
+    feeds: set[str] = field(default_factory=set)  # of sublayers whose output is added
+    plain: set[str] = field(default_factory=set)  # and of sublayers that got something lazy
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what kernels do that compute no norm of the sum
 
     @property
@@ -53,22 +53,23 @@ def try_block(block: nn.Module) -> Trial | str:
     widths = {m.formula.width for m in norms if m.formula.width is not None}
     if not widths:  # norms without weights take any width, so a matrix has to tell
         widths = {m.in_features for m in block.modules() if isinstance(m, nn.Linear)}
-    best: Trial | None = None
+    tried: list[Trial] = []
     why = "" if widths else "it has no matrix that tells the width of its stream"
     with undisturbed(torch.device("cpu")):
         for width, run_norms in product(sorted(widths, reverse=True), (True, False)):
-            inside = frozenset(_with_norms(block, width)) if run_norms else frozenset[str]()
+            inside = frozenset(_with_norms(block, width) if run_norms else ())
             found = _try(block, width, inside)
             if isinstance(found, str):
                 why = why or found
                 continue
-            for part in found.plain:  # their own forwards may add to the stream that they get
+            for part in sorted(found.plain):  # their own forwards may add to the stream that they get
                 more = _try(block, width, inside | {part})
                 if isinstance(more, Trial) and more.fused > found.fused:
                     inside, found = inside | {part}, more
-            best = found if best is None or found.fused > best.fused else best
-    if best is None:
+            tried.append(found)
+    if not tried:
         return why
+    best = max(tried, key=lambda trial: trial.fused)
     return best if best.norms or best.sums else "none of its replaced norms follows a sum, or is followed by one"
 
 
@@ -85,7 +86,7 @@ def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
     x, *others = parameters
     needed = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     why = ""
-    for shape, given in product(((2, _TOKENS), (2, 4, 4)), (None, Anything(), (4, 4), 4) if needed else (None,)):
+    for shape, given in product(((2, _TOKENS), (2, 4, 4)), (None, (4, 4)) if needed else (None,)):
         run = _Run(block, width, inside, (*shape, width), dict.fromkeys(needed, given))
         for _ in range(12):  # each learns one more thing about what the sublayers return
             try:
@@ -113,7 +114,6 @@ class _Event(NamedTuple):
     path: str  # of the norm
     features: tuple[str, ...]  # what the kernel does along
     enters: bool  # from the block before
-    fed_by: list[str]  # paths of stand-ins; this alone depends on which of them make a branch
 
 
 class _Run:
@@ -140,17 +140,17 @@ class _Run:
             self.branches = set()
             expected = self._call(self.residual + self.hidden)
             self.branches = set(self.stand_ins)
-            met = self._traced(expected)
-            feeds = {path for event in met for path in event.fed_by}
-            self.branches &= feeds
-            for name in sorted(feeds):  # those that can do without stay as they are
-                self.branches.remove(name)
-                if [event[:4] for event in self._traced(expected)] != [event[:4] for event in met]:
-                    self.branches.add(name)
+            met, feeds = self._traced(expected)
+            self.branches = set(feeds)
+            for path in sorted(feeds):  # those that can do without stay as they are
+                self.branches.remove(path)
+                if self._traced(expected)[0] != met:
+                    self.branches.add(path)
             self.got_lazy.clear()
-            events += self._traced(expected)
-            for known, names in ((trial.feeds, feeds), (trial.parts, self.branches), (trial.plain, self.got_lazy)):
-                known += sorted(names.difference(known))
+            events += self._traced(expected)[0]
+            trial.feeds |= feeds
+            trial.parts |= self.branches
+            trial.plain |= self.got_lazy
         left = [event.features for event in events if event.kind == "left"]
         trial.leaves = bool(left)
         for event in events:
@@ -163,7 +163,8 @@ class _Run:
                 trial.sums.append(along)
         return trial
 
-    def _traced(self, expected: Any) -> list[_Event]:
+    def _traced(self, expected: Any) -> tuple[list[_Event], set[str]]:
+        """What happens to sums, and the paths of the stand-ins that are added."""
         self.made.clear()
         lazy.TRACE = trace = []
         try:
@@ -175,18 +176,16 @@ class _Run:
             first = first[0]
         if isinstance(first, Lazy) and first.residual is not None and first.x is not None:
             trace.append(("left", first.then()))
-        events = []
+        events, feeds = list[_Event](), set[str]()
         for norm, of in trace:
             kind = norm if norm == "left" else "summed" if norm is None else "normed"
-            addresses = [t.data_ptr() for t in (of.x, of.x1) if t is not None]
-            fed_by = [self.made[address][0] for address in addresses if address in self.made]
-            events.append(
-                _Event(kind, self.paths.get(id(norm), ""), _features(of), self.hidden.data_ptr() in addresses, fed_by)
-            )
+            addresses = {t.data_ptr() for t in (of.x, of.x1) if t is not None}
+            feeds |= {self.made[address][0] for address in addresses & self.made.keys()}
+            events.append(_Event(kind, self.paths.get(id(norm), ""), _features(of), self.hidden.data_ptr() in addresses))
         a, b = _tensors(settled(expected)), _tensors(settled(output))
         if len(a) != len(b) or not all(map(_close, a, b)):
             raise _Differs
-        return events
+        return events, feeds
 
     def _call(self, x: Any) -> Any:
         torch.manual_seed(0)

@@ -74,16 +74,12 @@ def adopt(
 
     Returns:
         What was done; `.undo()` undoes it, as does `restore_norms(model)`.
-
-    Raises:
-        TypeError: model is no module, or only no function.
     """
     found = Adoption(model, replace_norms(model, only=only, verbose=False))
     for name, block in _blocks(model) if blocks else ():
         parts = list(block.modules())
-        if not any(isinstance(part, AdoptedNorm) for part in parts) or any(map(is_fused, parts)):
-            continue
-        if only is not None and not only(name, block):
+        has_norms = any(isinstance(part, AdoptedNorm) for part in parts)
+        if not has_norms or any(map(is_fused, parts)) or (only and not only(name, block)):
             continue
         trial = try_block(block)
         if isinstance(trial, str):
@@ -166,10 +162,8 @@ def _fuse(block: nn.Module, trial: Trial, residual_in_fp32: bool = False) -> Non
         block.get_submodule(path).register_forward_pre_hook(settle_arguments, with_kwargs=True)
     for path in trial.parts:
         block.get_submodule(path).register_forward_hook(hooks.make_branch, prepend=True)
-    dropouts = [m for path in trial.feeds for name, m in block.get_submodule(path).named_modules() if name]
-    for dropout in dict.fromkeys(dropouts):
-        if type(dropout) is nn.Dropout:
-            dropout.register_forward_pre_hook(hooks.drop_later)
+    for dropout in {m for path in trial.feeds for m in block.get_submodule(path).modules() if type(m) is nn.Dropout}:
+        dropout.register_forward_pre_hook(hooks.drop_later)
     block.register_forward_hook(hooks.leave, prepend=True)
 
 

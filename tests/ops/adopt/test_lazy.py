@@ -30,6 +30,7 @@ PROGRAMS = {
     "drop path": lambda x, h: x + h.div(0.5) * ROWS,
     "constants": lambda x, h: 0.7 * x + 0.3 * h / 2,
     "two branches": lambda x, h: h + torch.tanh(h * 2) + x,
+    "two branches, one of them scaled": lambda x, h: h + 0.5 * h + x,
     "branch twice": lambda x, h: x + h + h,
     "stream twice": lambda x, h: (x + h) + (x + h),
     "gate": lambda x, h: x + h * torch.sigmoid(h.mean(1, keepdim=True)),

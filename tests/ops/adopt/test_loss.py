@@ -39,7 +39,7 @@ def test_loss_and_gradients_stay_what_they_were_there_and_back(model, in_place, 
     fused = step(model, **given)
     torch.testing.assert_close(fused, before, rtol=1e-4, atol=1e-6)
     assert restore_loss(model) == "LlamaForCausalLM.loss_function: ForCausalLMLoss as it was" == capsys.readouterr().out.strip()
-    assert "_loss_function" not in vars(model)
+    assert not isinstance(model.loss_function, FusedCausalLoss)
     assert restore_loss(model, verbose=False) == ""
     after = step(model, **given)
     assert torch.equal(after[0], before[0])

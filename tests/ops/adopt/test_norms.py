@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ops import RMSNorm, replace_norms, restore_norms
-from ops.adopt.norms import AdoptedNorm
 
 from .lookalikes import Gemma, Llama, randomised
 from .toys import classes
@@ -31,7 +30,7 @@ def x(device):
 
 def model():
     shared = Llama(N)
-    blocks = nn.ModuleDict({"a": nn.LayerNorm(N), "b": shared, "c": nn.Linear(N, N), "d": shared, "e": nn.LayerNorm((1, N))})
+    blocks = nn.ModuleDict({"a": nn.LayerNorm(N), "b": shared, "c": nn.Linear(N, N), "d": shared, "e": nn.LayerNorm((1, 2))})
     return nn.Sequential(blocks)
 
 
@@ -41,7 +40,7 @@ def test_lines_say_what_was_replaced_what_was_not_and_what_was_restored(capsys):
     assert capsys.readouterr().out.splitlines() == [str(site) for site in sites] == [
         "0.a: LayerNorm(24) → fused (LayerNorm, eps 1e-05)",
         "0.b: Llama(24) → fused (RMSNorm, eps 1e-06)",
-        "0.e: LayerNorm(1, 24) → left alone (it normalises over the last 2 dimensions, (1, 24); the kernels over one)",
+        "0.e: LayerNorm(1, 2) → left alone (its weights have shapes (1, 2), (1, 2); a norm has one or two vectors of one size)",
     ]  # fmt: skip
     lines = restore_norms(net)
     assert capsys.readouterr().out.splitlines() == lines == ["0.a: LayerNorm as it was", "0.b: Llama as it was"]
@@ -51,7 +50,7 @@ def test_modules_parameters_mode_hooks_and_isinstance_stay_and_restoring_gives_b
     net = model().eval()
     net[0].a.train()
     held = dict(net.named_modules(remove_duplicate=False))
-    before = [(name, type(module), vars(module).keys()) for name, module in net.named_modules()]
+    before = [(name, type(module), {*vars(module)}) for name, module in net.named_modules()]
     parameters, calls = {name: id(p) for name, p in net.named_parameters()}, []
     net[0].a.register_forward_hook(lambda *call: calls.append("hook"))
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
@@ -68,7 +67,7 @@ def test_modules_parameters_mode_hooks_and_isinstance_stay_and_restoring_gives_b
     assert not torch.equal(net[0].a.bias, torch.zeros(N))
 
     restore_norms(net, verbose=False)
-    assert [(name, type(module), vars(module).keys()) for name, module in net.named_modules()] == before
+    assert [(name, type(module), {*vars(module)}) for name, module in net.named_modules()] == before
 
 
 def test_only_chooses_and_a_second_call_replaces_the_rest_alone():
@@ -115,16 +114,11 @@ def test_replacing_and_restoring_under_a_compiled_model_take_effect(x):
     assert torch.equal(compiled(x), expected)
 
 
-def test_torchs_encoder_layer_runs_ours_where_it_trains_and_its_own_kernel_where_it_does_not(device, monkeypatch):
+def test_torchs_encoder_layer_computes_what_it_did_with_and_without_its_own_kernel(device):
     layer = nn.TransformerEncoderLayer(N, 4, 2 * N, dropout=0.0, batch_first=True).to(device).eval()
     x = torch.randn(2, 5, N, device=device)
     expected = layer(x)
     replace_norms(layer, verbose=False)
-    calls = []
-    run = AdoptedNorm.forward
-    monkeypatch.setattr(AdoptedNorm, "forward", lambda *args: (calls.append("ours"), run(*args))[1])
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
-    assert calls == ["ours", "ours"]
     with torch.no_grad():
         torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
-    assert calls == ["ours", "ours"]  # it read the weights and ran a kernel of its own

@@ -13,18 +13,15 @@ from . import lookalikes
 from .lookalikes import Gemma, Llama, NanoGPT, OddlyNamed, like, randomised, rms
 
 N = 24
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
 KERNELS = "cuda" if torch.cuda.is_available() else "cpu"  # in the interpreter
 TAKEN = {
     "LayerNorm": (lambda: nn.LayerNorm(N), "LayerNorm, eps 1e-05"),
-    "LayerNorm without bias": (lambda: nn.LayerNorm(N, eps=1e-12, bias=False), "LayerNorm, eps 1e-12"),
     "LayerNorm without weight": (lambda: nn.LayerNorm(N, elementwise_affine=False), "LayerNorm, eps 1e-05"),
-    "RMSNorm": (lambda: nn.RMSNorm(N, eps=1e-3), "RMSNorm, eps 0.001"),
     "RMSNorm, eps of the dtype": (lambda: nn.RMSNorm(N), "RMSNorm, eps the dtype's"),
     "Llama": (lambda: Llama(N, 1e-5), "RMSNorm, eps 1e-05"),
     "Gemma": (lambda: Gemma(N), "RMSNorm with weight 1 + w, eps 1e-06"),
     "T5": (lambda: lookalikes.T5(N), "RMSNorm, eps 1e-06"),
-    "nanoGPT": (lambda: NanoGPT(N), "LayerNorm, eps 1e-05"),
     "nanoGPT without bias": (lambda: NanoGPT(N, bias=False), "LayerNorm, eps 1e-05"),
     "odd names": (lambda: OddlyNamed(N), "LayerNorm, eps 3e-05"),
     "a subclass": (lambda: like(nn.LayerNorm(N), in_fp32), "LayerNorm, eps 1e-05"),
@@ -75,7 +72,7 @@ def of_heads(self, x):
 
 
 LEFT_ALONE = {
-    "several dimensions": (lambda: nn.LayerNorm((2, N)), "over the last 2 dimensions"),
+    "several dimensions": (lambda: nn.LayerNorm((2, N)), "its weights have shapes"),
     "part of the row": (lambda: like(Llama(N), lambda self, x: self.weight * x / rms(x[..., : N // 4])), NEITHER),
     "unbiased variance": (lambda: like(Llama(4096), lambda self, x: self.weight * (x - x.mean(-1, True)) / std(x)), NEITHER),
     "eps outside the root": (lambda: like(Llama(N), lambda self, x: self.weight * x / (rms(x, 0.0) + 1e-6)), NEITHER),
@@ -132,7 +129,7 @@ def test_what_nobody_would_call_a_norm_is_passed_over_in_silence():
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "Llama", "Gemma", "T5", "a subclass"])
-@pytest.mark.parametrize(("x", "weight"), [(BF16, BF16), (FP16, FP16), (BF16, FP32), (FP32, BF16)])
+@pytest.mark.parametrize(("x", "weight"), [(BF16, BF16), (BF16, FP32), (FP32, BF16)])
 def test_the_output_keeps_the_dtype_that_the_module_gave_it(name, x, weight, device):
     norm = TAKEN[name][0]().to(device, weight)
     rows = torch.randn(3, N, device=device, dtype=x)
@@ -169,10 +166,9 @@ def test_looking_for_norms_runs_no_hook_draws_no_number_and_leaves_no_trace():
 
 
 def test_a_norm_that_has_no_gradient_to_compare_is_taken(device):
-    in_place, for_inference = (lambda self, x: x.div_(rms(x)) * self.weight), (lambda self, x: self.weight * x / rms(x))
-    for forward in (in_place, torch.no_grad()(for_inference)):
-        (site,) = replace_norms(like(Llama(N), forward).to(device), verbose=False)
-        assert site.fused
+    for_inference = torch.no_grad()(lambda self, x: self.weight * x / rms(x))
+    (site,) = replace_norms(like(Llama(N), for_inference).to(device), verbose=False)
+    assert site.fused
 
 
 def test_norms_of_any_width_are_recognised():

@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
@@ -84,8 +84,8 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     metrics = Metrics(state, cfg, corpus, precision, clock, world)
     saver = Saver(run.folder, cfg, world)
     with Interrupt(world) as interrupt:
-        if state.owes_validation:  # a signal has cut short the evaluation of the step that the run resumes from
-            validate(run, corpus.val, metrics, interrupt, world)
+        if state.owes_validation:
+            validate(run, corpus.val, metrics, world)
         steps = range(state.step, cfg.train.steps)
         for step in run.progress(profiled(run, steps) if cfg.profile else steps):
             with clock.step():
@@ -97,16 +97,15 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             if last or due(done, cfg.logging.every):
                 run.log(done, metrics.line())
             if last or due(done, cfg.eval.every):
-                with suppress(Stopped):  # the poll below sees the signal too
-                    validate(run, corpus.val, metrics, interrupt, world)
+                validate(run, corpus.val, metrics, world)
             stopping, overdue = interrupt.poll(saver.overdue)  # one message between the ranks
             if last or stopping or overdue or due(done, cfg.checkpoint.every) or state.best_step == done:
                 with clock.paused():
-                    metrics.health.check_weights(model, done)
+                    metrics.health.check_weights(model)
                     run.sync()
                     saver.save(state)
             if stopping:
-                raise Stopped(interrupt.exit_code)
+                raise Stopped(128 + stopping)
 
         # ---- results -------------------------------------------------------------------------------------------------------
         assert state.validation is not None and state.best is not None  # the last step was evaluated
@@ -114,7 +113,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
         run.finish(results | {"tokens": state.tokens} | sizes)
         text, sharded = "", is_sharded(model)
         # the ranks of a sharded model gather weights together, in the dtype of autocast
-        with interrupt.stopping_at_once(), precision.autocast() if sharded else nullcontext():
+        with precision.autocast() if sharded else nullcontext():
             if prompt and (world.leads or sharded):
                 [text] = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, precision.device)
         if prompt:

@@ -110,7 +110,7 @@ def test_settings_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkey
 
 def test_keys_of_evaluation_and_of_the_sample_reach_them(tiny, tmp_path, monkeypatch):
     read, drawn, generate = [], [], GPT.generate
-    monkeypatch.setattr("training.metrics.evaluate", lambda *_, before_batch, **how: read.append(how) or Validation(1.0, 1.0))
+    monkeypatch.setattr("training.metrics.evaluate", lambda *_, **how: read.append(how) or Validation(1.0, 1.0))
     monkeypatch.setattr(GPT, "generate", lambda self, *a, **k: drawn.append(a[1:]) or generate(self, *a, **k))
     sample = ["sample.temperature=0.25", "sample.top_k=3", "sample.tokens=4"]
     train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2", *sample], tmp_path / "run")
@@ -160,10 +160,11 @@ def test_the_first_bad_step_is_named_however_late_one_looks_but_an_overflow_unde
 
 def test_a_bad_weight_is_found_while_the_loss_is_still_finite():
     health, model = Health(torch.device("cpu"), torch.amp.GradScaler("cpu", enabled=False)), torch.nn.Linear(3, 3)
-    health.check_weights(model, 5)
+    health.check_weights(model)
+    health.watch(5, GOOD, GOOD)
     model.weight.data[1, 2] = INF
     with pytest.raises(NonFiniteError, match="a weight is NaN or infinite at step 5"):
-        health.check_weights(model, 5)
+        health.check_weights(model)
 
 
 def test_compiled_sites_learn_the_same_and_go_on_from_a_run_with_torchs(tiny, tmp_path, monkeypatch):

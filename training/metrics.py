@@ -1,7 +1,6 @@
 """The figures of a run: of its training steps and of the validation set, and the check that they are finite numbers."""
 
 import math
-from collections.abc import Callable
 from itertools import chain, islice, repeat
 
 import torch
@@ -13,7 +12,6 @@ from measure.gpu import peak_flops
 from model import GPT
 from training.checkpoint import TrainState, Validation
 from training.distributed import ALONE, World
-from training.interrupt import Interrupt
 from training.run import Run
 from training.sharding import forward_only, full_tensor, is_sharded
 from training.step import MixedPrecision
@@ -86,31 +84,27 @@ class Metrics:
         return line
 
 
-def validate(run: Run, split: Split, metrics: Metrics, interrupt: Interrupt, world: World = ALONE) -> None:
+def validate(run: Run, split: Split, metrics: Metrics, world: World = ALONE) -> None:
     """Evaluates after the step that `state.step` counts, logs it, and keeps the last and the best validation in the state.
 
     All ranks call it together.
 
     Raises:
-        Stopped: a signal cut it short. The state, and so the next checkpoint, says that the evaluation is owed.
         NonFiniteError: the training or the validation loss is NaN or infinite.
     """
     cfg, state = run.cfg, metrics.state
-    state.owes_validation = True
     with metrics.clock.paused():
         metrics.health.check()
-        with interrupt.stopping_at_once():
-            # not the compiled model: it would be compiled again for evaluation, and for a last batch with fewer rows
-            validation = evaluate(
-                state.model,
-                split,
-                metrics.precision,
-                context=cfg.model.context,
-                batch_size=cfg.train.batch_size // cfg.train.accumulation // world.size,
-                batches=cfg.eval.batches and cfg.eval.batches * world.size,
-                world=world,
-                before_batch=interrupt.check,
-            )
+        # not the compiled model: it would be compiled again for evaluation, and for a last batch with fewer rows
+        validation = evaluate(
+            state.model,
+            split,
+            metrics.precision,
+            context=cfg.model.context,
+            batch_size=cfg.train.batch_size // cfg.train.accumulation // world.size,
+            batches=cfg.eval.batches and cfg.eval.batches * world.size,
+            world=world,
+        )
     if not math.isfinite(validation.loss):
         raise NonFiniteError("the validation loss is NaN or infinite", state.step)
     figures = {f"val/{name}": value for name, value in vars(validation).items()}
@@ -130,7 +124,6 @@ def evaluate(
     batch_size: int,
     batches: int | None = None,
     world: World = ALONE,
-    before_batch: Callable[[], None] = lambda: None,
 ) -> Validation:
     """The mean loss over every predicted token of `split`, the same on every rank. Draws no random numbers.
 
@@ -140,8 +133,6 @@ def evaluate(
         batches: the number of batches to evaluate, of all ranks together; None: all. Their windows are spread evenly over the
             split. Both figures are then estimates: the loss of a sample, and bits per byte with the bytes per token of the
             whole split.
-        before_batch: called before each batch, equally often on all ranks. An exception that it raises on all of them ends the
-            evaluation.
     """
     was_training = model.training
     model.eval()
@@ -151,20 +142,17 @@ def evaluate(
     )
     most = world.max(len(windows))
     nothing = torch.zeros(1, context, dtype=torch.int64)
-    try:
-        with forward_only(model), precision.autocast():
-            for batch in islice(chain(windows, repeat(None)), most):
-                before_batch()
-                if batch is not None:
-                    inputs, targets = batch
-                    loss = model(inputs.to(precision.device), targets.to(precision.device))
-                    total += loss * targets.numel()  # the last batch may have fewer rows
-                    tokens += targets.numel()
-                elif is_sharded(model):  # its ranks gather weights together, so each makes as many passes as the busiest
-                    model(nothing.to(precision.device))
-        mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
-    finally:  # a signal may cut it short
-        model.train(was_training)
+    with forward_only(model), precision.autocast():
+        for batch in islice(chain(windows, repeat(None)), most):
+            if batch is not None:
+                inputs, targets = batch
+                loss = model(inputs.to(precision.device), targets.to(precision.device))
+                total += loss * targets.numel()  # the last batch may have fewer rows
+                tokens += targets.numel()
+            elif is_sharded(model):  # its ranks gather weights together, so each makes as many passes as the busiest
+                model(nothing.to(precision.device))
+    mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
+    model.train(was_training)
     return Validation(mean, split.bits_per_byte(mean))
 
 
@@ -210,14 +198,10 @@ class Health:
         if self._scaler.is_enabled() and (scale := self._scaler.get_scale()) < self.SMALLEST_SCALE:
             raise NonFiniteError(f"the gradient is NaN or infinite at every loss scale down to {scale:g}", self._step)
 
-    def check_weights(self, model: torch.nn.Module, step: int) -> None:
-        """Before a checkpoint: a step with a finite loss can still make a weight infinite.
-
-        Raises:
-            NonFiniteError: as `check`, or a weight is NaN or infinite after step `step`.
-        """
+    def check_weights(self, model: torch.nn.Module) -> None:
+        """Before a checkpoint: as `check`, and raises for weights too. A step with a finite loss can make one infinite."""
         self.check()
         # the sum of absolute values: the largest one fails on a rank that holds no part of a sharded weight
         total = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()], norm_type=1)
         if not torch.isfinite(full_tensor(total)):
-            raise NonFiniteError("a weight is NaN or infinite", step)
+            raise NonFiniteError("a weight is NaN or infinite", self._step)

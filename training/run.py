@@ -91,12 +91,15 @@ class Run:
             raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
         if self.origin.in_place:
             self._rewind()
-            self._keep_environment()
         logging, reasons = with_defaults(self.cfg.logging)
         self.cfg.logging = replace(logging, wandb=self.cfg.logging.wandb)  # a resumed run chooses its mode again
         self._keep("config.yaml", configs.to_yaml(self.cfg))  # train.precision=auto has become a dtype
         self._keep("tokenizer.json", tokenizer.to_json())
-        run_id, group = self._identity()
+        identity = self.folder / "run.json"
+        if not identity.is_file():
+            self._keep("run.json", json.dumps({"wandb_id": secrets.token_hex(4), "group": self.group}) + "\n")
+        same = json.loads(identity.read_text(encoding="utf-8"))  # for every start of this run
+        run_id, group = same["wandb_id"], same["group"]
         name = logging.name or (f"{group}/{self.folder.name}" if group else self.folder.name)
         tags = list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value]))
         told = configs.to_dict(self.cfg) | sizes | {"facts": facts}
@@ -186,32 +189,14 @@ class Run:
         if self.leads:
             storage.replace_text(self.folder / name, text)
 
-    def _keep_environment(self) -> None:
-        """Writes the facts of the machine and the code; a resumed run writes them to another file."""
-        suffix = f"_from_{self.origin.step:08d}" if self.origin.in_place and self.origin.step else ""
-        self._keep(f"environment{suffix}.json", json.dumps(environment(self.device), indent=2) + "\n")
-
-    def _identity(self) -> tuple[str, str | None]:
-        """The run's W&B id and group. run.json keeps them, so that a resumed run has the same."""
-        path = self.folder / "run.json"
-        if not path.is_file():
-            self._keep("run.json", json.dumps({"wandb_id": secrets.token_hex(4), "group": self.group}) + "\n")
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return kept["wandb_id"], kept["group"]
-
     def _rewind(self) -> None:
         """Takes the folder back to its checkpoint: deletes later lines of metrics, and results."""
-        step, stored = self.origin.step, self.origin.stored
+        step = self.origin.step
         storage.set_aside(self.folder, after=step)
-        owed = step if stored and stored.state["owes_validation"] else None  # this step is evaluated again
-        lines = [line for line in storage.read_metrics(self.folder) if line["step"] <= step]
-        kept = [json.dumps(line) + "\n" for line in lines if not (line["step"] == owed and "val/loss" in line)]
-        self._keep("metrics.jsonl", "".join(kept))
+        lines = [json.dumps(line) + "\n" for line in storage.read_metrics(self.folder) if line["step"] <= step]
+        self._keep("metrics.jsonl", "".join(lines))
         for name in ("summary.json", "sample.txt"):
             (self.folder / name).unlink(missing_ok=True)
-        for link in ("last", "best"):  # of an older version: they would stay where they point to now
-            if (self.folder / link).is_symlink():
-                (self.folder / link).unlink()
 
     def _show(self, step: int, known: dict[str, float]) -> None:
         total = self.cfg.train.steps
@@ -248,8 +233,9 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
 
         folder = world.on_first(take)
         run = Run(origin, folder, device, group, leads=world.leads)
+        of_start = f"_from_{origin.step:08d}" if origin.in_place and origin.step else ""
+        run._keep(f"environment{of_start}.json", json.dumps(environment(device), indent=2) + "\n")
         if not origin.in_place:
-            run._keep_environment()
             run._keep("config.yaml", configs.to_yaml(run.cfg))
         for note in origin.notes:
             run.say(note)
@@ -257,12 +243,10 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
             run.say(f"{relative(origin.folder)} has another run already, so this one is kept in {relative(folder)}.")
         try:
             yield run
-        except SystemExit as end:
-            if isinstance(end, Stopped) and (kept := storage.checkpoints(folder)):
-                run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
-            run.close(end.code if isinstance(end.code, int) else 1)
-            raise
         except BaseException as error:
-            run.close(130 if isinstance(error, KeyboardInterrupt) else 1)
+            if isinstance(error, Stopped) and (kept := storage.checkpoints(folder)):
+                run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
+            code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
+            run.close(code if isinstance(code, int) else 1)
             raise
         run.close(0)

@@ -102,7 +102,11 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and a line about each damaged one that is newer."""
+    """The newest checkpoint that is whole, or None if there is none at all, and a line about each damaged one that is newer.
+
+    Raises:
+        ValueError: all are damaged.
+    """
     problems: list[str] = []
     for checkpoint in checkpoints(run):
         try:
@@ -110,7 +114,9 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
             return checkpoint, problems
         except ValueError as error:
             problems.append(f"damaged checkpoint: {error}")
-    return None, problems
+    if problems:
+        raise ValueError("\n".join([*problems, f"No checkpoint in {relative(run)} is whole. Start in another folder."]))
+    return None, []
 
 
 def set_aside(run: Path, after: int) -> None:
@@ -183,7 +189,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def claim(folder: Path) -> Path:
-    """Makes a folder for one run. A number is appended to its name if another run has it.
+    """Makes a folder for one run, with an empty config.yaml. A number is appended to its name if another run has it.
 
     Raises:
         ConfigError: the folder can't be made or written, or would have other files than those of a run.

@@ -146,12 +146,6 @@ def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(fold
     assert metrics[0]["step"] == 13
 
 
-def test_a_run_of_a_version_with_links_goes_on_and_has_none_that_are_out_of_date(folder, command):
-    (folder / "last").symlink_to(newest(folder))
-    train_here(command, folder)
-    assert not (folder / "last").is_symlink() and checkpoint.read(folder / "last").step == 30
-
-
 def test_a_checkpoint_of_another_format_is_named(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 99)
     folder = train_until(8, [*tiny, *AUTO], tmp_path / "run")

@@ -26,12 +26,12 @@ from sample import continue_text, encode_prompt
 from training import export
 from training.build import build
 from training.checkpoint import Saver, TrainState
-from training.command import Summary, facts, main
+from training.command import facts, main
 from training.distributed import ALONE, World, without_reduction
 from training.interrupt import Interrupt, Stopped
 from training.metrics import Metrics, quantities, validate
 from training.profile import UNTIMED, profiled
-from training.run import Run
+from training.run import Run, Summary
 from training.sharding import full_tensor, is_sharded
 from training.step import MixedPrecision, allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
 
@@ -109,16 +109,13 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
 
         # ---- results -------------------------------------------------------------------------------------------------------
         assert state.validation is not None and state.best is not None  # the last step was evaluated
-        results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
-        run.finish(results | {"tokens": state.tokens} | sizes)
         text, sharded = "", is_sharded(model)
-        # the ranks of a sharded model gather weights together, in the dtype of autocast
-        with precision.autocast() if sharded else nullcontext():
-            if prompt and (world.leads or sharded):
+        if prompt and (world.leads or sharded):
+            # the ranks of a sharded model gather weights together, in the dtype of autocast
+            with precision.autocast() if sharded else nullcontext():
                 [text] = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, precision.device)
-        if prompt:
-            run.keep_sample(text)
-    return Summary(run.folder, state.validation, state.best, clock.median_ms, text)
+        summary = Summary(run.folder, state.validation, state.best, clock.median_ms, text)
+        return run.finish(summary, {"tokens": state.tokens} | sizes)
 
 
 def training_step(

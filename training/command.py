@@ -7,10 +7,8 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
                a new folder
 """
 
-import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,36 +24,12 @@ from data import Corpus, identity
 from measure.environment import environment
 from model import GPT
 from training import checkpoint, storage, tracking
-from training.checkpoint import Validation
 from training.distributed import ALONE, World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
-from training.run import Run, Start, open_run
+from training.run import Run, Start, Summary, open_run
 from training.step import MixedPrecision, set_deterministic
 from training.storage import StorageError, relative
-
-
-@dataclass
-class Summary:
-    """What a finished run reached."""
-
-    folder: Path
-    final: Validation
-    best: Validation
-    step_ms: float | None  # median after warm-up
-    sample: str
-
-    def __str__(self) -> str:
-        final, best, picture = self.final, self.best, self.folder / "loss.png"
-        lines = {
-            "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
-            "step time": f"{self.step_ms:.1f} ms (median)" if self.step_ms else "only warm-up steps were run",
-            **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
-            "more text": shlex.join(["python", "sample.py", relative(self.folder)]),
-        }
-        text = f"\n{self.sample.strip()}\n" if self.sample else ""
-        return text + "\n" + "\n".join(f"  {name:<10}  {value}" for name, value in lines.items())
-
 
 Train = Callable[[Config, Run, Machine, World], Summary]
 

@@ -3,9 +3,10 @@
 import json
 import math
 import secrets
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,17 +19,19 @@ from configs import Config, ConfigError
 from data import Tokenizer
 from measure.environment import environment
 from training import storage
-from training.checkpoint import Stored
+from training.checkpoint import Stored, Validation
 from training.distributed import ALONE, World
 from training.interrupt import Stopped, show
 from training.plot import loss_curve
-from training.storage import claim, locked, relative
+from training.storage import relative
 from training.tracking import Tracker, agent_job, described, with_defaults
 
 SHOWN_EVERY_S = 10.0
 FIGURES = {  # of a line that is shown
     "train/loss": "loss {:.3f}",
     "train/bits_per_byte": "{:.3f} bits/byte",
+    "val/loss": "validation loss {:.4f}",
+    "val/bits_per_byte": "{:.4f} bits per byte",
     "train/lr": "lr {:.1e}",
     "perf/tokens_per_s": "{:,.0f} tokens/s",
     "perf/step_ms": "{:.0f} ms/step",
@@ -53,8 +56,29 @@ class Start:
     @property
     def finished(self) -> bool:
         """Whether the run has all its steps and results."""
-        results = ["summary.json"] + ["sample.txt"] * (self.cfg.sample.tokens > 0)
-        return self.in_place and self.step >= self.cfg.train.steps and all((self.folder / name).is_file() for name in results)
+        return self.in_place and self.step >= self.cfg.train.steps and (self.folder / "summary.json").is_file()
+
+
+@dataclass
+class Summary:
+    """What a finished run reached."""
+
+    folder: Path
+    final: Validation
+    best: Validation
+    step_ms: float | None  # median after warm-up
+    sample: str
+
+    def __str__(self) -> str:
+        final, best, picture = self.final, self.best, self.folder / "loss.png"
+        lines = {
+            "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
+            "step time": f"{self.step_ms:.1f} ms (median)" if self.step_ms else "only warm-up steps were run",
+            **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
+            "more text": shlex.join(["python", "sample.py", relative(self.folder)]),
+        }
+        text = f"\n{self.sample.strip()}\n" if self.sample else ""
+        return text + "\n" + "\n".join(f"  {name:<10}  {value}" for name, value in lines.items())
 
 
 @dataclass
@@ -99,19 +123,31 @@ class Run:
         if not identity.is_file():
             self._keep("run.json", json.dumps({"wandb_id": secrets.token_hex(4), "group": self.group}) + "\n")
         same = json.loads(identity.read_text(encoding="utf-8"))  # for every start of this run
-        run_id, group = same["wandb_id"], same["group"]
-        name = logging.name or (f"{group}/{self.folder.name}" if group else self.folder.name)
-        tags = list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value]))
-        told = configs.to_dict(self.cfg) | sizes | {"facts": facts}
-        named: dict[str, Any] = {"group": logging.group or group, "name": name, "tags": tags, "config": told}
-        self.tracker = Tracker(logging, self.folder, **named, run_id=run_id, resumed=self.origin.in_place)
+        self.tracker = Tracker(
+            logging,
+            self.folder,
+            group=logging.group or same["group"],
+            name=logging.name or "/".join(filter(None, (same["group"], self.folder.name))),
+            tags=list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
+            config=configs.to_dict(self.cfg) | sizes | {"facts": facts},
+            run_id=same["wandb_id"],
+            resumed=self.origin.in_place,
+        )
         reasons += [self.tracker.note] if self.tracker.note else []
         facts = facts | {"W&B": described(self.tracker.mode, reasons), "run folder": relative(self.folder)}
         width = max(map(len, facts))
         show("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()) + "\n")
 
+    def progress(self, steps: Iterable[int]) -> Iterator[int]:
+        """Yields the steps, and shows on a terminal how many are done. `log` prints lines above that bar."""
+        hidden = None if self.leads else True  # None: shown on a terminal only
+        done = self.origin.step
+        yield from tqdm(
+            steps, total=self.cfg.train.steps, initial=done, unit="step", dynamic_ncols=True, leave=False, disable=hidden
+        )
+
     def log(self, step: int, values: dict[str, float | None]) -> None:
-        """Writes a line of metrics.jsonl, sends it to W&B, and shows now and then what it says.
+        """Writes a line of metrics.jsonl, sends it to W&B, and shows it, if no line of training was shown just before.
 
         Values that are None, NaN or infinite are left out: a gradient scaler lets gradients overflow now and then.
         """
@@ -123,8 +159,12 @@ class Run:
             file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(known, step)
-        self.step = step
-        self._show(step, known)
+        self.step, last = step, self.cfg.train.steps
+        evaluated = "val/loss" in known
+        if evaluated or step == last or monotonic() - self._shown_at >= SHOWN_EVERY_S:
+            self._shown_at = self._shown_at if evaluated else monotonic()
+            shown = (text.format(known[name]) for name, text in FIGURES.items() if name in known)
+            show(f"step {step}/{last}  {', '.join(shown)}")
 
     def sync(self) -> None:
         """Returns once the lines of metrics are on the disk, so that a checkpoint is never newer than they are."""
@@ -133,33 +173,16 @@ class Run:
             with storage.as_storage_errors(path, storage.advice(self.folder)):
                 storage.sync(path)
 
-    def progress(self, steps: Iterable[int]) -> Iterator[int]:
-        """Yields the steps, and shows on a terminal how many are done. `log` prints lines above that bar."""
-        hidden = None if self.leads else True  # None: shown on a terminal only
-        done = self.origin.step
-        yield from tqdm(
-            steps, total=self.cfg.train.steps, initial=done, unit="step", dynamic_ncols=True, leave=False, disable=hidden
-        )
-
-    def say(self, text: str) -> None:
-        if self.leads:
-            show(text)
-
-    def finish(self, results: dict[str, Any]) -> None:
-        """Writes the results: loss.png, then summary.json and W&B's summary. `keep_sample` comes after it.
-
-        A run is finished when its folder has summary.json and the sample, if it has one.
-        """
+    def finish(self, summary: Summary, sizes: dict[str, float]) -> Summary:
+        """Writes the results: loss.png, sample.txt, W&B's summary and, with which the run is finished, summary.json."""
+        results = {"final": asdict(summary.final), "best": asdict(summary.best), "median_step_ms": summary.step_ms} | sizes
         self.draw()
+        if summary.sample:
+            self._keep("sample.txt", summary.sample)
+        if self.tracker:
+            self.tracker.summarise(results | ({"sample": summary.sample} if summary.sample else {}))
         self._keep("summary.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
-        if self.tracker:
-            self.tracker.summarise(results)
-
-    def keep_sample(self, text: str) -> None:
-        """Writes the text of the trained model to sample.txt and to W&B's summary."""
-        self._keep("sample.txt", text)
-        if self.tracker:
-            self.tracker.summarise({"sample": text})
+        return summary
 
     def draw(self) -> None:
         """Draws loss.png from metrics.jsonl and sends it to W&B. An error in it ends no run: it is only printed."""
@@ -185,6 +208,10 @@ class Run:
             with suppress(OSError):
                 self.folder.rmdir()
 
+    def say(self, text: str) -> None:
+        if self.leads:
+            show(text)
+
     def _keep(self, name: str, text: str) -> None:
         if self.leads:
             storage.replace_text(self.folder / name, text)
@@ -197,18 +224,6 @@ class Run:
         self._keep("metrics.jsonl", "".join(lines))
         for name in ("summary.json", "sample.txt"):
             (self.folder / name).unlink(missing_ok=True)
-
-    def _show(self, step: int, known: dict[str, float]) -> None:
-        total = self.cfg.train.steps
-        if "val/loss" in known:
-            loss, bits = known["val/loss"], known["val/bits_per_byte"]
-            show(f"step {step}/{total}  validation loss {loss:.4f}  {bits:.4f} bits per byte")
-        elif step == total or monotonic() - self._shown_at >= SHOWN_EVERY_S:
-            self._shown_at = monotonic()
-            show(
-                f"step {step}/{total}  "
-                + ", ".join(text.format(known[name]) for name, text in FIGURES.items() if name in known)
-            )
 
 
 @contextmanager
@@ -227,8 +242,8 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
     with ExitStack() as held:
 
         def take() -> Path:
-            folder = origin.folder if origin.in_place else claim(origin.folder)
-            held.enter_context(locked(folder))
+            folder = origin.folder if origin.in_place else storage.claim(origin.folder)
+            held.enter_context(storage.locked(folder))
             return folder
 
         folder = world.on_first(take)

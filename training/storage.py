@@ -60,8 +60,10 @@ def relative(path: Path) -> str:
 # ---- checkpoints -------------------------------------------------------------------------------------------------------------
 
 
-def commit(run: Path, step: int, parts: Mapping[str, Callable[[], bytes]]) -> Path:
-    """Writes a checkpoint of `step` in the run's folder.
+def commit(
+    run: Path, step: int, parts: Mapping[str, Callable[[], bytes]], keep: int | None = None, best: int | None = None
+) -> Path:
+    """Writes a checkpoint of `step` in the run's folder, then deletes all but the newest `keep` and that of step `best`.
 
     Args:
         parts: by file name, the function that makes the content.
@@ -84,6 +86,11 @@ def commit(run: Path, step: int, parts: Mapping[str, Callable[[], bytes]]) -> Pa
             _discard(temporary)  # there if it failed
         for changed in (folder, run, run.parent):  # the first checkpoint is in a new folder, and the run may be
             sync(changed)
+        for old in checkpoints(run)[keep:] if keep else ():
+            if step_of(old) != best:  # renamed first: a folder that is deleted in part must not look like a checkpoint
+                old.rename(old.with_name(f".{old.name}.tmp"))
+    for trash in folder.glob(".step_*.tmp"):  # also of killed processes
+        _discard(trash)
     return final
 
 
@@ -126,17 +133,6 @@ def set_aside(run: Path, after: int) -> None:
             aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
             _discard(aside)
             checkpoint.rename(aside)
-
-
-def prune(run: Path, keep: int, best: int | None) -> None:
-    """Deletes all checkpoints but the newest `keep` and that of step `best`, and unfinished ones of killed processes."""
-    for checkpoint in checkpoints(run)[keep:]:
-        if step_of(checkpoint) != best:
-            with as_storage_errors(checkpoint):
-                # renamed first: a folder that is deleted in part must not look like a checkpoint
-                checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp"))
-    for trash in (run / FOLDER).glob(".step_*.tmp"):
-        _discard(trash)
 
 
 def _discard(folder: Path) -> None:
@@ -196,9 +192,7 @@ def claim(folder: Path) -> Path:
     """
     own = (Path.cwd(), machine.expanded("~"))
     if any(place.is_relative_to(folder.resolve()) for place in own) or any(folder.glob("*/config.yaml")):
-        raise ConfigError(
-            f"folder={folder}: the run's files would lie among others there. Name a new folder: folder=runs/NAME."
-        )
+        raise ConfigError(f"folder={folder}: the run's files would lie among others there. Name a new one: folder=runs/NAME.")
     try:
         for number in count(1):
             candidate = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")

@@ -29,7 +29,7 @@ from training.checkpoint import Saver, TrainState
 from training.command import facts, main
 from training.distributed import ALONE, World, without_reduction
 from training.interrupt import Interrupt, Stopped
-from training.metrics import Metrics, quantities, validate
+from training.metrics import Metrics, quantities
 from training.profile import UNTIMED, profiled
 from training.run import Run, Summary
 from training.sharding import full_tensor, is_sharded
@@ -79,13 +79,13 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     # ---- step → log --------------------------------------------------------------------------------------------------------
     with world.shared_errors():
         sizes = quantities(cfg, corpus, model)
-        run.start(facts(run.origin, precision, corpus, model, sizes, world), sizes, corpus.tokenizer)
+        run.start(facts(run.origin, precision, corpus, sizes, world), sizes, corpus.tokenizer)
     clock = StepClock(precision.device, warmup=UNTIMED if cfg.profile else 3)
     metrics = Metrics(state, cfg, corpus, precision, clock, world)
     saver = Saver(run.folder, cfg, world)
     with Interrupt(world) as interrupt:
         if state.owes_validation:
-            validate(run, corpus.val, metrics, world)
+            run.log(state.step, metrics.validation())
         steps = range(state.step, cfg.train.steps)
         for step in run.progress(profiled(run, steps) if cfg.profile else steps):
             with clock.step():
@@ -97,12 +97,11 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             if last or due(done, cfg.logging.every):
                 run.log(done, metrics.line())
             if last or due(done, cfg.eval.every):
-                validate(run, corpus.val, metrics, world)
+                run.log(done, metrics.validation())
             stopping, overdue = interrupt.poll(saver.overdue)  # one message between the ranks
             if last or stopping or overdue or due(done, cfg.checkpoint.every) or state.best_step == done:
                 with clock.paused():
                     metrics.health.check_weights(model)
-                    run.sync()
                     saver.save(state)
             if stopping:
                 raise Stopped(128 + stopping)

@@ -19,10 +19,9 @@ import ops
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.command_line import Job
 from configs.machine import Machine
-from configs.schema import NormImpl, Precision
+from configs.schema import NormImpl, Parallel, Precision
 from data import Corpus, identity
 from measure.environment import environment
-from model import GPT
 from training import checkpoint, storage, tracking
 from training.distributed import ALONE, World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
@@ -193,7 +192,7 @@ def _first_start(cfg: Config, folder: Path) -> Start:
 
 
 def facts(
-    origin: Start, precision: MixedPrecision, corpus: Corpus, model: GPT, sizes: dict[str, float], world: World = ALONE
+    origin: Start, precision: MixedPrecision, corpus: Corpus, sizes: dict[str, float], world: World = ALONE
 ) -> dict[str, str]:
     """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
     cfg, device = origin.cfg, precision.device
@@ -202,7 +201,9 @@ def facts(
     lost, size = (sum(of) for of in zip(*((s.lost, s.bytes + s.lost) for s in (corpus.train, corpus.val)), strict=True))
     epochs = cfg.train.steps * sizes["tokens_per_step"] / sizes["train_tokens"]
     return {
-        "device": f"{device.type}, {hardware}" + (f", {world.size} ranks, {cfg.parallel}" if world.store else ""),
+        "device": f"{device.type}, {hardware}"
+        + (f", {world.size} ranks" if world.store else "")
+        + (", fsdp" if cfg.parallel is Parallel.fsdp else ""),
         "precision": str(precision) + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else ""),
         "norms": f"{norm.impl} {norm.kind}, {norm.placement}, weight {norm.weight}: {ran}",
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"

@@ -154,7 +154,7 @@ class Run:
         if not self.leads:
             return
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        path = self.folder / "metrics.jsonl"
+        path = self.folder / storage.METRICS
         with storage.as_storage_errors(path, storage.advice(self.folder)), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
@@ -165,13 +165,6 @@ class Run:
             self._shown_at = self._shown_at if evaluated else monotonic()
             shown = (text.format(known[name]) for name, text in FIGURES.items() if name in known)
             show(f"step {step}/{last}  {', '.join(shown)}")
-
-    def sync(self) -> None:
-        """Returns once the lines of metrics are on the disk, so that a checkpoint is never newer than they are."""
-        path = self.folder / "metrics.jsonl"
-        if self.leads and path.is_file():
-            with storage.as_storage_errors(path, storage.advice(self.folder)):
-                storage.sync(path)
 
     def finish(self, summary: Summary, sizes: dict[str, float]) -> Summary:
         """Writes the results: loss.png, sample.txt, W&B's summary and, with which the run is finished, summary.json."""
@@ -221,7 +214,7 @@ class Run:
         step = self.origin.step
         storage.set_aside(self.folder, after=step)
         lines = [json.dumps(line) + "\n" for line in storage.read_metrics(self.folder) if line["step"] <= step]
-        self._keep("metrics.jsonl", "".join(lines))
+        self._keep(storage.METRICS, "".join(lines))
         for name in ("summary.json", "sample.txt"):
             (self.folder / name).unlink(missing_ok=True)
 

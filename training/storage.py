@@ -23,7 +23,7 @@ from configs import ConfigError, machine
 from configs.compose import as_typed
 from data.cache import SUMS, verify
 
-FOLDER = "checkpoints"
+FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 
 
 class StorageError(RuntimeError):
@@ -75,6 +75,8 @@ def commit(
     final, temporary = folder / name(step), folder / f".{name(step)}.tmp"
     with as_storage_errors(final, advice(run)):
         try:
+            if (run / METRICS).is_file():
+                sync(run / METRICS)  # so that a checkpoint is never newer than the lines of metrics
             temporary.mkdir(parents=True, exist_ok=True)  # a killed process may have left it
             sums = ""
             for part, make in parts.items():
@@ -172,7 +174,7 @@ def sync(path: Path) -> None:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl: `step`, and figures by name. Lines that a crash has damaged are left out."""
-    lines, path = [], run / "metrics.jsonl"
+    lines, path = [], run / METRICS
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with suppress(ValueError):
             record = json.loads(line)

@@ -40,7 +40,6 @@ from configs import ConfigError, command_line, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
-from measure import program
 from measure.attribution import launches, profile_step, shares
 from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
 from measure.environment import environment
@@ -51,6 +50,7 @@ from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training import export
+from training.command import own_keys, program
 from training.interrupt import show
 from training.step import MixedPrecision
 from training.storage import claim, relative, replace_text
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return "stopped"
         return f"stopped; finished cycles are kept. To go on, add folder={relative(folder)} resume=auto to the command"
 
-    return program.run("ablate.py", arguments, help_text, work, stopped)
+    return program("ablate.py", arguments, help_text, work, stopped)
 
 
 # ---- before anything is measured: the data, the model and the folder ---------------------------------------------------------
@@ -283,7 +283,7 @@ def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
 def help_text() -> str:
     refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.NOT_IN_ABLATE.items())
     return (
-        f"{__doc__}\nKeys of its own, with their defaults:\n\n{program.own_keys('ablate')}\n"
+        f"{__doc__}\nKeys of its own, with their defaults:\n\n{own_keys('ablate')}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"
         f"{refused}  {'the impl of ablate.switch':<33}  is what ablate.py compares. Use ablate.arms.\n\n"
         "The report goes into a new folder: runs/TIME_ablation/, or folder=PATH."

@@ -27,13 +27,14 @@ import yaml
 import configs
 from configs import ConfigError, command_line, machine
 from data import load_corpus
-from measure import program, tables
+from measure import tables
 from measure.environment import environment
 from measure.progress import progress
 from study import report, tracking
 from study.analysis import analyse
 from study.arms import FOLDER, Study, study_of
 from study.runs import train_all
+from training.command import own_keys, program
 from training.interrupt import show
 from training.step import MixedPrecision
 from training.storage import as_storage_errors, claim, locked, relative, replace_text
@@ -90,13 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def stopped() -> str:
         return "stopped" + (f"; to go on, add folder={relative(folder)} resume=auto to the command" if folder else "")
 
-    return program.run("compare.py", arguments, help_text, work, stopped)
+    return program("compare.py", arguments, help_text, work, stopped)
 
 
 def help_text() -> str:
     studies = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
     listed = "\n".join(f"  study={name:<20} {' '.join(one['claim'].split())}" for name, one in studies.items())
-    keys = f"Keys of its own, with their defaults:\n\n{program.own_keys('compare')}"
+    keys = f"Keys of its own, with their defaults:\n\n{own_keys('compare')}"
     return f"{__doc__}\n{keys}\nStudies:\n\n{listed}\n\nAll others are those of `python train.py --help`."
 
 

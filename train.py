@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
@@ -26,12 +26,12 @@ from sample import continue_text, encode_prompt
 from training import export
 from training.build import build
 from training.checkpoint import Saver, TrainState
-from training.command import Summary, facts, main
+from training.command import facts, main
 from training.distributed import ALONE, World, without_reduction
 from training.interrupt import Interrupt, Stopped
-from training.metrics import Metrics, quantities, validate
+from training.metrics import Metrics, quantities
 from training.profile import UNTIMED, profiled
-from training.run import Run
+from training.run import Run, Summary
 from training.sharding import full_tensor, is_sharded
 from training.step import MixedPrecision, allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
 
@@ -79,13 +79,13 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     # ---- step → log --------------------------------------------------------------------------------------------------------
     with world.shared_errors():
         sizes = quantities(cfg, corpus, model)
-        run.start(facts(run.origin, precision, corpus, model, sizes, world), sizes, corpus.tokenizer)
+        run.start(facts(run.origin, precision, corpus, sizes, world), sizes, corpus.tokenizer)
     clock = StepClock(precision.device, warmup=UNTIMED if cfg.profile else 3)
     metrics = Metrics(state, cfg, corpus, precision, clock, world)
     saver = Saver(run.folder, cfg, world)
     with Interrupt(world) as interrupt:
-        if state.owes_validation:  # a signal has cut short the evaluation of the step that the run resumes from
-            validate(run, corpus.val, metrics, interrupt, world)
+        if state.owes_validation:
+            run.log(state.step, metrics.validation())
         steps = range(state.step, cfg.train.steps)
         for step in run.progress(profiled(run, steps) if cfg.profile else steps):
             with clock.step():
@@ -97,29 +97,24 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             if last or due(done, cfg.logging.every):
                 run.log(done, metrics.line())
             if last or due(done, cfg.eval.every):
-                with suppress(Stopped):  # the poll below sees the signal too
-                    validate(run, corpus.val, metrics, interrupt, world)
+                run.log(done, metrics.validation())
             stopping, overdue = interrupt.poll(saver.overdue)  # one message between the ranks
             if last or stopping or overdue or due(done, cfg.checkpoint.every) or state.best_step == done:
                 with clock.paused():
-                    metrics.health.check_weights(model, done)
-                    run.sync()
+                    metrics.health.check_weights(model)
                     saver.save(state)
             if stopping:
-                raise Stopped(interrupt.exit_code)
+                raise Stopped(128 + stopping)
 
         # ---- results -------------------------------------------------------------------------------------------------------
         assert state.validation is not None and state.best is not None  # the last step was evaluated
-        results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
-        run.finish(results | {"tokens": state.tokens} | sizes)
         text, sharded = "", is_sharded(model)
-        # the ranks of a sharded model gather weights together, in the dtype of autocast
-        with interrupt.stopping_at_once(), precision.autocast() if sharded else nullcontext():
-            if prompt and (world.leads or sharded):
+        if prompt and (world.leads or sharded):
+            # the ranks of a sharded model gather weights together, in the dtype of autocast
+            with precision.autocast() if sharded else nullcontext():
                 [text] = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, precision.device)
-        if prompt:
-            run.keep_sample(text)
-    return Summary(run.folder, state.validation, state.best, clock.median_ms, text)
+        summary = Summary(run.folder, state.validation, state.best, clock.median_ms, text)
+        return run.finish(summary, {"tokens": state.tokens} | sizes)
 
 
 def training_step(

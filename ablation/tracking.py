@@ -13,7 +13,7 @@ from ablation.records import Ablation
 from ablation.variants import COMPILED, Variant
 from configs.rules import NANOGPT
 from measure.statistics import spread
-from measure.tracking import Group
+from training.tracking import Group
 
 
 def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import configs
-from measure.tracking import Group
 from study.analysis import Report
 from study.arms import Study
 from study.report import table
 from study.runs import AGAIN, Found
+from training.tracking import Group
 
 
 def log(study: Study, made: Report, found: Found, folder: Path) -> str:

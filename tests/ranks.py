@@ -26,7 +26,7 @@ def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[
     """What each rank tells of a run in `folder`: its exit code or error, the steps it did, and the seeds and rows it was given.
 
     `acts` are [rank, step], counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN, `full` its
-    disk full; and [rank, batch]: `look` sends it SIGTERM ahead of that batch of all it evaluates."""
+    disk full; `look` sends it SIGTERM in its evaluation of that number."""
     return on_ranks(ranks, _train, folder, overrides, folder, acts)
 
 
@@ -117,14 +117,11 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         told["steps"] += 1
         return result
 
-    def looks(*args, before_batch, **options):
-        def before():
-            told["looked"] += 1
-            if here("look", told["looked"]):
-                signal.raise_signal(signal.SIGTERM)
-            before_batch()
-
-        return evaluate(*args, before_batch=before, **options)
+    def looks(*args, **options):
+        told["looked"] += 1
+        if here("look", told["looked"]):
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(*args, **options)
 
     def counted(self, forward):
         def hook(_, bucket):

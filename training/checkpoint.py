@@ -31,7 +31,7 @@ from training.storage import relative
 
 FORMAT = 2
 MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors", "state.json", "tokenizer.json"
-PLAIN = ("step", "tokens", "losses", "corpus", "best_step", "owes_validation")  # of TrainState, in state.json
+PLAIN = ("step", "tokens", "losses", "corpus", "best_step")  # of TrainState, in state.json
 LAST, BEST = "last", "best"  # RUN/last and RUN/best name checkpoints, and are no files
 
 
@@ -57,7 +57,7 @@ class TrainState:
     validation: Validation | None = None  # the last one
     best: Validation | None = None
     best_step: int | None = None
-    owes_validation: bool = False  # a signal cut the evaluation of this step short
+    owes_validation: bool = False  # a signal has cut the evaluation of this step short, in a run of an older version
     leads: bool = True  # whether this is the rank that writes
 
     def parts(self, config: dict[str, Any]) -> dict[str, Callable[[], bytes]]:
@@ -117,7 +117,8 @@ class TrainState:
             self.validation = Validation(**kept)
         if same_folder:
             self.best = Validation(**kept) if (kept := stored.state["best"]) else None
-            self.best_step, self.owes_validation = stored.state["best_step"], stored.state["owes_validation"]
+            self.best_step = stored.state["best_step"]
+            self.owes_validation = stored.state.get("owes_validation", False)
 
     def _optimized(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The optimizer's parameters with their names, in its order."""
@@ -149,12 +150,7 @@ class Saver:
             StorageError: on every rank: the checkpoint can't be written.
         """
         parts = state.parts(self._config) if state.leads or is_sharded(state.model) else {}
-
-        def write() -> None:
-            storage.commit(self._run, state.step, parts)
-            storage.prune(self._run, self._options.keep, state.best_step)
-
-        self._world.on_first(write)
+        self._world.on_first(lambda: storage.commit(self._run, state.step, parts, self._options.keep, state.best_step))
         self._saved_at = monotonic()
 
 
@@ -217,18 +213,14 @@ def locate(path: Path) -> Path:
         if path.name == LAST:
             return kept[0]
         losses = {line["step"]: line["val/loss"] for line in storage.read_metrics(path.parent) if "val/loss" in line}
-        evaluated = [found for found in reversed(kept) if storage.step_of(found) in losses]
-        if not evaluated:
-            raise ConfigError(
-                f"{path}: no checkpoint of this run was evaluated. Give the run, for its newest one: {path.parent}."
-            )
-        return min(evaluated, key=lambda found: losses[storage.step_of(found)])
+        if evaluated := [found for found in reversed(kept) if storage.step_of(found) in losses]:
+            return min(evaluated, key=lambda found: losses[storage.step_of(found)])
+        raise ConfigError(f"{path}: no checkpoint of this run was evaluated. Give the run, for its newest one: {path.parent}.")
     if (path / storage.SUMS).is_file():
         return path
     if kept := storage.checkpoints(path.parent if path.name == storage.FOLDER else path):
         return kept[0]
-    near = sorted({str(found.parent.parent) for folder in (path, path.parent) for found in folder.glob("*/checkpoints/step_*")})
-    raise ConfigError(f"{path}: no checkpoint there." + (f" Runs that have some: {', '.join(near[-3:])}." if near else ""))
+    raise ConfigError(f"{path}: no checkpoint there. Give a run's folder, or a checkpoint in its checkpoints/.")
 
 
 def load_weights(model: torch.nn.Module, stored: Stored) -> None:

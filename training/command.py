@@ -1,4 +1,4 @@
-"""What turns a command into a run, or into the runs of a sweep: where it begins, refused configs, facts and exit codes.
+"""How programs begin and end, and what turns a command of train.py into a run: where it begins, its facts, exit codes.
 
 resume=never   a new run
 resume=auto    resumes in the folder that the command names, from its newest whole checkpoint; a new run if there is none.
@@ -7,11 +7,8 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
                a new folder
 """
 
-import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,44 +19,21 @@ import ops
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.command_line import Job
 from configs.machine import Machine
-from configs.schema import DropoutMasks, NormImpl, NormWeight, Placement, Precision
+from configs.schema import NormImpl, Parallel, Precision
 from data import Corpus, identity
 from measure.environment import environment
-from model import GPT
 from training import checkpoint, storage, tracking
-from training.checkpoint import Validation
 from training.distributed import ALONE, World, join
-from training.interrupt import exit_on_signals, mute, show, take_any_encoding
+from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
-from training.run import Run, Start, open_run
-from training.sharding import is_sharded
+from training.run import Run, Start, Summary, open_run
 from training.step import MixedPrecision, set_deterministic
 from training.storage import StorageError, relative
 
-
-@dataclass
-class Summary:
-    """What a finished run reached."""
-
-    folder: Path
-    final: Validation
-    best: Validation
-    step_ms: float | None  # median after warm-up
-    sample: str
-
-    def __str__(self) -> str:
-        final, best, picture = self.final, self.best, self.folder / "loss.png"
-        lines = {
-            "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
-            "step time": f"{self.step_ms:.1f} ms (median)" if self.step_ms else "only warm-up steps were run",
-            **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
-            "more text": shlex.join(["python", "sample.py", relative(self.folder)]),
-        }
-        text = f"\n{self.sample.strip()}\n" if self.sample else ""
-        return text + "\n" + "\n".join(f"  {name:<10}  {value}" for name, value in lines.items())
-
-
 Train = Callable[[Config, Run, Machine, World], Summary]
+
+
+# ---- train.py ----------------------------------------------------------------------------------------------------------------
 
 
 def main(train: Train) -> int:
@@ -170,15 +144,12 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     run = folder if auto else Path(cfg.resume)
     if run.name == storage.FOLDER:
         run = run.parent
-    kept = bool(storage.checkpoints(run))
     try:
-        found, problems = storage.newest(run)
-        if found is None and problems:
-            raise ConfigError("\n".join([*problems, f"No checkpoint in {relative(run)} is whole. Start in another folder."]))
-        if found is None and auto:
+        kept, problems = storage.newest(run)
+        if kept is None and auto:
             return _first_start(cfg, folder)
-        if found is None:
-            found = checkpoint.locate(run)
+        found = kept or checkpoint.locate(run)
+        if kept is None:
             storage.verify(found)
     except (PermissionError, ValueError) as error:
         raise ConfigError(f"{this}: {error}") from error
@@ -192,19 +163,14 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     with command_line.as_config_errors():  # a finished run needs its text no more
         same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
     changed = rules.check_resumed(before, cfg, same_corpus)
-    in_place = auto or (kept and (folder.resolve() == run.resolve() if chosen else not changed))
+    in_place = auto or (kept is not None and (folder.resolve() == run.resolve() if chosen else not changed))
     if in_place and not auto:
         cfg.resume = before.resume  # config.yaml says how the run began
-    notes = [f"{problem}; the one before it is used." for problem in problems]
-    notes.append(f"{this}: goes on from {relative(found)}.")
-    for key in ("norm.impl", "norm.dropout_masks"):  # config.yaml has only the last value
-        then, now = attrgetter(key)(before), attrgetter(key)(cfg)
-        if then != now:
-            notes.append(f"{key}={now} from here on; the steps before had {key}={then}.")
+    notes = [f"{problem}; the one before it is used." for problem in problems] + [f"{this}: goes on from {relative(found)}."]
     start = Start(cfg, run if in_place else folder, stored, in_place, notes)
     steps = cfg.train.steps
     lacks_results = in_place and not start.finished and before.train.steps == steps
-    if stored.step >= steps and not finished and not lacks_results:
+    if stored.step >= steps and not (finished or lacks_results):
         raise ConfigError(
             f"{this}: {relative(found)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
             f"  {storage.resume_command(run)} train.steps={2 * stored.step} resume_with_changes=true\n"
@@ -226,33 +192,64 @@ def _first_start(cfg: Config, folder: Path) -> Start:
 
 
 def facts(
-    origin: Start, precision: MixedPrecision, corpus: Corpus, model: GPT, sizes: dict[str, float], world: World = ALONE
+    origin: Start, precision: MixedPrecision, corpus: Corpus, sizes: dict[str, float], world: World = ALONE
 ) -> dict[str, str]:
     """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
     cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    norms = f"{cfg.norm.impl} {cfg.norm.kind}"
-    norms += "" if cfg.norm.placement is Placement.pre else f", {cfg.norm.placement}"
-    norms += "" if cfg.norm.weight is NormWeight.ones else f", weight {cfg.norm.weight}"
-    norms += f": {ops.backend_for(device) if cfg.norm.impl is NormImpl.fused else cfg.norm.impl.meaning}"
-    norms += ", shared dropout masks" if cfg.norm.dropout_masks is DropoutMasks.shared else ""
+    norm, ran = cfg.norm, ops.backend_for(device) if cfg.norm.impl is NormImpl.fused else cfg.norm.impl.meaning
     lost, size = (sum(of) for of in zip(*((s.lost, s.bytes + s.lost) for s in (corpus.train, corpus.val)), strict=True))
     epochs = cfg.train.steps * sizes["tokens_per_step"] / sizes["train_tokens"]
-    ranks = {"ranks": f"{world.size} × this device, {'fsdp' if is_sharded(model) else 'ddp'}"} if world.store else {}
     return {
-        "device": f"{device.type}, {hardware}",
-        **ranks,
-        "precision": str(precision)
-        + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else "")
-        + (", deterministic" if cfg.deterministic else ""),
-        "norms": norms,
-        "loss": f"{cfg.loss.impl}" + (f", {cfg.loss.chunks} chunks" if cfg.loss.chunks > 1 else ""),
+        "device": f"{device.type}, {hardware}"
+        + (f", {world.size} ranks" if world.store else "")
+        + (", fsdp" if cfg.parallel is Parallel.fsdp else ""),
+        "precision": str(precision) + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else ""),
+        "norms": f"{norm.impl} {norm.kind}, {norm.placement}, weight {norm.weight}: {ran}",
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"
         + (f", with the weights of {cfg.init_from}" if cfg.init_from and not origin.stored else ""),
         "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",
         "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out"
         + (f"; the tokenizer has no token for {lost / size:.2%} of the text, which bits per byte leaves out" if lost else ""),
-        "batch": f"{sizes['tokens_per_step']:,} tokens ({cfg.train.batch_size} × {cfg.model.context}"
-        + (f", in {cfg.train.accumulation} micro-batches)" if cfg.train.accumulation > 1 else ")"),
+        "batch": f"{sizes['tokens_per_step']:,} tokens ({cfg.train.batch_size} × {cfg.model.context})",
         "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
     }
+
+
+# ---- ablate.py and compare.py ------------------------------------------------------------------------------------------------
+
+
+def program(
+    name: str, arguments: Sequence[str], help_text: Callable[[], str], work: Callable[[], int], stopped: Callable[[], str]
+) -> int:
+    """Does the work of a program that measures, or shows its help.
+
+    Args:
+        name: of the program, such as "ablate.py".
+        stopped: what to say after a signal.
+
+    Returns:
+        The exit code: that of `work`; 1 for a full disk, 2 for a config that is refused, 128 plus its number for a signal.
+    """
+    take_any_encoding()
+    if {"-h", "--help"} & set(arguments):
+        show(help_text())
+        return 0
+    exit_on_signals()
+    try:
+        machine.refuse_ranks(name)
+        return work()
+    except ConfigError as error:
+        return command_line.refuse(error)
+    except StorageError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, Stopped) as stop:
+        print(stopped(), file=sys.stderr)
+        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # a number
+
+
+def own_keys(section: str) -> str:
+    """The keys of a section with their defaults, a line each, for help."""
+    lines = command_line.describe_keys(Config()).splitlines()
+    return "".join(f"{line}\n" for line in lines if line.strip().startswith(f"{section}."))

@@ -5,11 +5,11 @@ Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop a run after its current step. SIGUSR2 i
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -20,7 +20,7 @@ ENDING = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]  # of a scheduler, a cl
 
 
 class Stopped(SystemExit):
-    """A signal ended work that can be done again; its code is the exit code of the process."""
+    """A signal ended work that can be done again; its code is the exit code of the process: 130 for Ctrl-C, as in a shell."""
 
 
 def exit_on_signals() -> None:
@@ -45,8 +45,8 @@ def pass_over(number: int, frame: FrameType | None) -> None:
 
 
 class Interrupt:
-    """Within the block, the first signal (SIGINT or one of ENDING) only sets `requested`. After it, SIGINT ends the process at
-    once and the others are ignored, also behind the block.
+    """Within the block, the first signal (SIGINT or one of ENDING) is only noted, for `poll`. After it, SIGINT ends the process
+    at once and the others are ignored, also behind the block. A signal after the last poll raises Stopped at the block's end.
 
     A second SIGTERM does nothing because it is often a copy of the first: `timeout` sends it to the process and to its group,
     Slurm to ranks and to torchrun, which passes it on. Under torchrun, which passes SIGINT on as well and ends slow ranks
@@ -54,65 +54,36 @@ class Interrupt:
     """
 
     def __init__(self, world: World = ALONE) -> None:
-        self.requested: signal.Signals | None = None
-        self._world, self._alone, self._raises = world, world.store is None, False
+        self._number, self._world = 0, world
 
     def __enter__(self) -> "Interrupt":
         self._before = handle([signal.SIGINT, *ENDING], self._first)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.requested is None:  # else the process is about to end, and a signal must not disturb it
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        stopping = self.poll()[0] if error is None else 0
+        if not self._number:  # else the process is about to end, and a signal must not disturb it
             for number, handler in self._before.items():
                 signal.signal(number, handler)
+        if stopping:
+            raise Stopped(128 + stopping)
 
-    def poll(self, overdue: bool = False) -> tuple[bool, bool]:
-        """(whether a signal has reached any rank, whether anything is overdue on any rank), in one message between the ranks.
-
-        After a signal, `requested` names it on every rank. All ranks call it together.
-        """
-        number, late = divmod(self._world.max(2 * (self.requested or 0) + overdue), 2)
-        if number:
-            self.requested = signal.Signals(number)
-        # `number`, not `requested`: the other ranks do not know of a signal that came to this rank meanwhile
-        return bool(number), bool(late)
-
-    def check(self) -> None:
-        """Raises Stopped on all ranks if a signal has reached one of them. All ranks call it together."""
-        if self.poll()[0]:
-            raise Stopped(self.exit_code)
-
-    @contextmanager
-    def stopping_at_once(self) -> Iterator[None]:
-        """Within this block a signal raises Stopped, also one that came before. It is for long work that can be done again.
-
-        A signal reaches several ranks at different moments. They `check` where the block begins and where it ends instead.
-        """
-        try:
-            self._raises = self._alone
-            self.check()
-            yield
-            if not self._alone:
-                self.check()
-        finally:
-            self._raises = False
-
-    @property
-    def exit_code(self) -> int:
-        """What a shell reports for a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
-        assert self.requested is not None
-        return 128 + self.requested
+    def poll(self, overdue: bool = False) -> tuple[int, bool]:
+        """(the signal that has reached any rank or 0, whether anything is overdue on any rank), in one message between the
+        ranks. All ranks call it together."""
+        number, late = divmod(self._world.max(2 * self._number + overdue), 2)
+        # 0 also where a signal came to this rank meanwhile, of which the other ranks do not know
+        self._number = number or self._number
+        return number, bool(late)
 
     def _first(self, number: int, frame: FrameType | None) -> None:
-        self.requested = signal.Signals(number)
+        self._number, alone = number, self._world.store is None
         handle(ENDING, pass_over)
-        handle([signal.SIGINT], signal.SIG_DFL if self._alone else pass_over)
+        handle([signal.SIGINT], signal.SIG_DFL if alone else pass_over)
         if self._world.leads:
-            hint = " Ctrl-C again quits at once." if self._alone and number == signal.SIGINT else ""
+            hint = " Ctrl-C again quits at once." if alone and number == signal.SIGINT else ""
             with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
                 show(f"\nStopping, with a checkpoint.{hint}", sys.stderr)
-        if self._raises:
-            raise Stopped(self.exit_code)
 
 
 def take_any_encoding() -> None:

@@ -1,7 +1,6 @@
 """The figures of a run: of its training steps and of the validation set, and the check that they are finite numbers."""
 
 import math
-from collections.abc import Callable
 from itertools import chain, islice, repeat
 
 import torch
@@ -13,15 +12,8 @@ from measure.gpu import peak_flops
 from model import GPT
 from training.checkpoint import TrainState, Validation
 from training.distributed import ALONE, World
-from training.interrupt import Interrupt
-from training.run import Run
 from training.sharding import forward_only, full_tensor, is_sharded
 from training.step import MixedPrecision
-
-
-def batch_tokens(cfg: Config) -> int:
-    """Tokens of a training step, of all ranks together."""
-    return cfg.train.batch_size * cfg.model.context
 
 
 def quantities(cfg: Config, corpus: Corpus, model: GPT) -> dict[str, float]:
@@ -29,7 +21,7 @@ def quantities(cfg: Config, corpus: Corpus, model: GPT) -> dict[str, float]:
     return {
         "parameters": model.parameter_count(),
         "vocabulary": corpus.tokenizer.vocab_size,
-        "tokens_per_step": batch_tokens(cfg),
+        "tokens_per_step": cfg.train.batch_size * cfg.model.context,  # of all ranks together
         "train_tokens": len(corpus.train.tokens),
         "val_tokens": len(corpus.val.tokens),
         "train_bytes_per_token": corpus.train.bytes_per_token,
@@ -38,7 +30,7 @@ def quantities(cfg: Config, corpus: Corpus, model: GPT) -> dict[str, float]:
 
 
 class Metrics:
-    """Collects what training steps return, for one line of metrics.jsonl after several steps.
+    """Collects what training steps return, for one line of metrics.jsonl after several steps, and evaluates.
 
     The sum of the losses since the last line is in the state of training, so that a resumed run continues it.
     """
@@ -47,17 +39,17 @@ class Metrics:
         self, state: TrainState, cfg: Config, corpus: Corpus, precision: MixedPrecision, clock: StepClock, world: World
     ) -> None:
         self.health = Health(precision.device, state.scaler)
-        self.state, self.precision, self.clock = state, precision, clock
-        self._corpus, self._batch_tokens = corpus, batch_tokens(cfg)
+        self._state, self._cfg, self._corpus, self._precision, self._clock = state, cfg, corpus, precision, clock
+        self._world, self._batch_tokens = world, cfg.train.batch_size * cfg.model.context
         gpu = torch.cuda.get_device_name(precision.device) if precision.device.type == "cuda" else ""
         self._peak_flops = world.size * (peak_flops(gpu, precision.dtype) or 0)
         state.loss_sum = state.loss_sum.to(precision.device)
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Adds the step that `state.step` counts. Does not synchronise with the device."""
-        self.health.watch(self.state.step, loss, grad_norm)
-        self.state.loss_sum, self.state.losses = self.state.loss_sum + loss, self.state.losses + 1
-        self.state.tokens += self._batch_tokens
+        state = self._state
+        self.health.watch(state.step, loss, grad_norm)
+        state.loss_sum, state.losses, state.tokens = state.loss_sum + loss, state.losses + 1, state.tokens + self._batch_tokens
         self._grad_norm = grad_norm
 
     def line(self) -> dict[str, float | None]:
@@ -67,11 +59,12 @@ class Metrics:
             NonFiniteError: a loss or a gradient was NaN or infinite.
         """
         self.health.check()
-        state, window = self.state, self.clock.window()
+        state, window = self._state, self._clock.window()
         tokens_per_s = 1000 * self._batch_tokens / window.mean_ms if window else None
         flops_per_token = state.model.flops_per_token()
         loss = (state.loss_sum / state.losses).item()
-        line = {
+        state.loss_sum, state.losses = torch.zeros_like(state.loss_sum), 0
+        return {
             "tokens": state.tokens,
             "train/loss": loss,
             "train/bits_per_byte": self._corpus.train.bits_per_byte(loss),
@@ -80,44 +73,34 @@ class Metrics:
             "perf/step_ms": window.median_ms if window else None,
             "perf/tokens_per_s": tokens_per_s,
             "perf/mfu": flops_per_token * tokens_per_s / self._peak_flops if self._peak_flops and tokens_per_s else None,
-            "perf/peak_gb": self.clock.peak_gb,
+            "perf/peak_gb": self._clock.peak_gb,
         }
-        state.loss_sum, state.losses = torch.zeros_like(state.loss_sum), 0
-        return line
 
+    def validation(self) -> dict[str, float | None]:
+        """Evaluates, keeps the last and the best validation in the state, and returns the figures. All ranks call it together.
 
-def validate(run: Run, split: Split, metrics: Metrics, interrupt: Interrupt, world: World = ALONE) -> None:
-    """Evaluates after the step that `state.step` counts, logs it, and keeps the last and the best validation in the state.
-
-    All ranks call it together.
-
-    Raises:
-        Stopped: a signal cut it short. The state, and so the next checkpoint, says that the evaluation is owed.
-        NonFiniteError: the training or the validation loss is NaN or infinite.
-    """
-    cfg, state = run.cfg, metrics.state
-    state.owes_validation = True
-    with metrics.clock.paused():
-        metrics.health.check()
-        with interrupt.stopping_at_once():
+        Raises:
+            NonFiniteError: the training or the validation loss is NaN or infinite.
+        """
+        cfg, state, ranks = self._cfg, self._state, self._world.size
+        with self._clock.paused():
+            self.health.check()
             # not the compiled model: it would be compiled again for evaluation, and for a last batch with fewer rows
-            validation = evaluate(
+            found = evaluate(
                 state.model,
-                split,
-                metrics.precision,
+                self._corpus.val,
+                self._precision,
                 context=cfg.model.context,
-                batch_size=cfg.train.batch_size // cfg.train.accumulation // world.size,
-                batches=cfg.eval.batches and cfg.eval.batches * world.size,
-                world=world,
-                before_batch=interrupt.check,
+                batch_size=cfg.train.batch_size // cfg.train.accumulation // ranks,
+                batches=cfg.eval.batches and cfg.eval.batches * ranks,
+                world=self._world,
             )
-    if not math.isfinite(validation.loss):
-        raise NonFiniteError("the validation loss is NaN or infinite", state.step)
-    figures = {f"val/{name}": value for name, value in vars(validation).items()}
-    run.log(state.step, {"tokens": state.tokens} | figures)
-    state.validation, state.owes_validation = validation, False
-    if state.best is None or validation.loss < state.best.loss:
-        state.best, state.best_step = validation, state.step
+        if not math.isfinite(found.loss):
+            raise NonFiniteError("the validation loss is NaN or infinite", state.step)
+        state.validation, state.owes_validation = found, False
+        if state.best is None or found.loss < state.best.loss:
+            state.best, state.best_step = found, state.step
+        return {"tokens": state.tokens, "val/loss": found.loss, "val/bits_per_byte": found.bits_per_byte}
 
 
 @torch.no_grad()
@@ -130,7 +113,6 @@ def evaluate(
     batch_size: int,
     batches: int | None = None,
     world: World = ALONE,
-    before_batch: Callable[[], None] = lambda: None,
 ) -> Validation:
     """The mean loss over every predicted token of `split`, the same on every rank. Draws no random numbers.
 
@@ -140,8 +122,6 @@ def evaluate(
         batches: the number of batches to evaluate, of all ranks together; None: all. Their windows are spread evenly over the
             split. Both figures are then estimates: the loss of a sample, and bits per byte with the bytes per token of the
             whole split.
-        before_batch: called before each batch, equally often on all ranks. An exception that it raises on all of them ends the
-            evaluation.
     """
     was_training = model.training
     model.eval()
@@ -151,20 +131,17 @@ def evaluate(
     )
     most = world.max(len(windows))
     nothing = torch.zeros(1, context, dtype=torch.int64)
-    try:
-        with forward_only(model), precision.autocast():
-            for batch in islice(chain(windows, repeat(None)), most):
-                before_batch()
-                if batch is not None:
-                    inputs, targets = batch
-                    loss = model(inputs.to(precision.device), targets.to(precision.device))
-                    total += loss * targets.numel()  # the last batch may have fewer rows
-                    tokens += targets.numel()
-                elif is_sharded(model):  # its ranks gather weights together, so each makes as many passes as the busiest
-                    model(nothing.to(precision.device))
-        mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
-    finally:  # a signal may cut it short
-        model.train(was_training)
+    with forward_only(model), precision.autocast():
+        for batch in islice(chain(windows, repeat(None)), most):
+            if batch is not None:
+                inputs, targets = batch
+                loss = model(inputs.to(precision.device), targets.to(precision.device))
+                total += loss * targets.numel()  # the last batch may have fewer rows
+                tokens += targets.numel()
+            elif is_sharded(model):  # its ranks gather weights together, so each makes as many passes as the busiest
+                model(nothing.to(precision.device))
+    mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
+    model.train(was_training)
     return Validation(mean, split.bits_per_byte(mean))
 
 
@@ -179,14 +156,12 @@ class NonFiniteError(RuntimeError):
 
 
 class Health:
-    """Finds the first step whose loss or gradient is NaN or infinite.
+    """Finds the first step, counted from 1, whose loss or gradient is NaN or infinite.
 
-    `watch` notes it on the device; the host reads the note in `check`, where it waits for the device anyway. Steps are counted
-    from 1, as in metrics.jsonl. An enabled gradient scaler finds its scale by overflowing, and skips a step that overflows. So
-    with a scaler an infinite gradient is an error only if it stays.
+    `watch` notes it on the device; the host reads the note in `check`, where it waits for the device anyway. An enabled
+    gradient scaler finds its scale by overflowing, and skips a step that overflows: an infinite gradient is then an error only
+    if it stays, below a scale of 1, which makes gradients no larger.
     """
-
-    SMALLEST_SCALE = 1.0  # scaling makes gradients larger: a gradient that overflows below this scale overflows without scaling
 
     def __init__(self, device: torch.device, scaler: torch.amp.GradScaler) -> None:
         self._first_bad = torch.full((), -1, device=device, dtype=torch.int64)
@@ -200,24 +175,16 @@ class Health:
         self._step = step
 
     def check(self) -> None:
-        """Synchronises.
-
-        Raises:
-            NonFiniteError: a watched value was NaN or infinite, or the gradient overflows at any scale.
-        """
+        """Raises NonFiniteError: a watched value was NaN or infinite, or the gradient overflows at any scale. Synchronises."""
         if (step := int(self._first_bad)) >= 0:
             raise NonFiniteError("the loss or the gradient is NaN or infinite", step)
-        if self._scaler.is_enabled() and (scale := self._scaler.get_scale()) < self.SMALLEST_SCALE:
+        if self._scaler.is_enabled() and (scale := self._scaler.get_scale()) < 1.0:
             raise NonFiniteError(f"the gradient is NaN or infinite at every loss scale down to {scale:g}", self._step)
 
-    def check_weights(self, model: torch.nn.Module, step: int) -> None:
-        """Before a checkpoint: a step with a finite loss can still make a weight infinite.
-
-        Raises:
-            NonFiniteError: as `check`, or a weight is NaN or infinite after step `step`.
-        """
+    def check_weights(self, model: torch.nn.Module) -> None:
+        """Before a checkpoint: as `check`, and raises for weights too. A step with a finite loss can make one infinite."""
         self.check()
         # the sum of absolute values: the largest one fails on a rank that holds no part of a sharded weight
         total = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()], norm_type=1)
         if not torch.isfinite(full_tensor(total)):
-            raise NonFiniteError("a weight is NaN or infinite", step)
+            raise NonFiniteError("a weight is NaN or infinite", self._step)

@@ -3,9 +3,10 @@
 import json
 import math
 import secrets
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,17 +19,19 @@ from configs import Config, ConfigError
 from data import Tokenizer
 from measure.environment import environment
 from training import storage
-from training.checkpoint import Stored
+from training.checkpoint import Stored, Validation
 from training.distributed import ALONE, World
 from training.interrupt import Stopped, show
 from training.plot import loss_curve
-from training.storage import claim, locked, relative
+from training.storage import relative
 from training.tracking import Tracker, agent_job, described, with_defaults
 
 SHOWN_EVERY_S = 10.0
 FIGURES = {  # of a line that is shown
     "train/loss": "loss {:.3f}",
     "train/bits_per_byte": "{:.3f} bits/byte",
+    "val/loss": "validation loss {:.4f}",
+    "val/bits_per_byte": "{:.4f} bits per byte",
     "train/lr": "lr {:.1e}",
     "perf/tokens_per_s": "{:,.0f} tokens/s",
     "perf/step_ms": "{:.0f} ms/step",
@@ -53,8 +56,29 @@ class Start:
     @property
     def finished(self) -> bool:
         """Whether the run has all its steps and results."""
-        results = ["summary.json"] + ["sample.txt"] * (self.cfg.sample.tokens > 0)
-        return self.in_place and self.step >= self.cfg.train.steps and all((self.folder / name).is_file() for name in results)
+        return self.in_place and self.step >= self.cfg.train.steps and (self.folder / "summary.json").is_file()
+
+
+@dataclass
+class Summary:
+    """What a finished run reached."""
+
+    folder: Path
+    final: Validation
+    best: Validation
+    step_ms: float | None  # median after warm-up
+    sample: str
+
+    def __str__(self) -> str:
+        final, best, picture = self.final, self.best, self.folder / "loss.png"
+        lines = {
+            "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
+            "step time": f"{self.step_ms:.1f} ms (median)" if self.step_ms else "only warm-up steps were run",
+            **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
+            "more text": shlex.join(["python", "sample.py", relative(self.folder)]),
+        }
+        text = f"\n{self.sample.strip()}\n" if self.sample else ""
+        return text + "\n" + "\n".join(f"  {name:<10}  {value}" for name, value in lines.items())
 
 
 @dataclass
@@ -91,44 +115,28 @@ class Run:
             raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
         if self.origin.in_place:
             self._rewind()
-            self._keep_environment()
         logging, reasons = with_defaults(self.cfg.logging)
         self.cfg.logging = replace(logging, wandb=self.cfg.logging.wandb)  # a resumed run chooses its mode again
         self._keep("config.yaml", configs.to_yaml(self.cfg))  # train.precision=auto has become a dtype
         self._keep("tokenizer.json", tokenizer.to_json())
-        run_id, group = self._identity()
-        name = logging.name or (f"{group}/{self.folder.name}" if group else self.folder.name)
-        tags = list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value]))
-        told = configs.to_dict(self.cfg) | sizes | {"facts": facts}
-        named: dict[str, Any] = {"group": logging.group or group, "name": name, "tags": tags, "config": told}
-        self.tracker = Tracker(logging, self.folder, **named, run_id=run_id, resumed=self.origin.in_place)
+        identity = self.folder / "run.json"
+        if not identity.is_file():
+            self._keep("run.json", json.dumps({"wandb_id": secrets.token_hex(4), "group": self.group}) + "\n")
+        same = json.loads(identity.read_text(encoding="utf-8"))  # for every start of this run
+        self.tracker = Tracker(
+            logging,
+            self.folder,
+            group=logging.group or same["group"],
+            name=logging.name or "/".join(filter(None, (same["group"], self.folder.name))),
+            tags=list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
+            config=configs.to_dict(self.cfg) | sizes | {"facts": facts},
+            run_id=same["wandb_id"],
+            resumed=self.origin.in_place,
+        )
         reasons += [self.tracker.note] if self.tracker.note else []
         facts = facts | {"W&B": described(self.tracker.mode, reasons), "run folder": relative(self.folder)}
         width = max(map(len, facts))
         show("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()) + "\n")
-
-    def log(self, step: int, values: dict[str, float | None]) -> None:
-        """Writes a line of metrics.jsonl, sends it to W&B, and shows now and then what it says.
-
-        Values that are None, NaN or infinite are left out: a gradient scaler lets gradients overflow now and then.
-        """
-        if not self.leads:
-            return
-        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        path = self.folder / "metrics.jsonl"
-        with storage.as_storage_errors(path, storage.advice(self.folder)), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
-        if self.tracker:
-            self.tracker.log(known, step)
-        self.step = step
-        self._show(step, known)
-
-    def sync(self) -> None:
-        """Returns once the lines of metrics are on the disk, so that a checkpoint is never newer than they are."""
-        path = self.folder / "metrics.jsonl"
-        if self.leads and path.is_file():
-            with storage.as_storage_errors(path, storage.advice(self.folder)):
-                storage.sync(path)
 
     def progress(self, steps: Iterable[int]) -> Iterator[int]:
         """Yields the steps, and shows on a terminal how many are done. `log` prints lines above that bar."""
@@ -138,25 +146,36 @@ class Run:
             steps, total=self.cfg.train.steps, initial=done, unit="step", dynamic_ncols=True, leave=False, disable=hidden
         )
 
-    def say(self, text: str) -> None:
-        if self.leads:
-            show(text)
+    def log(self, step: int, values: dict[str, float | None]) -> None:
+        """Writes a line of metrics.jsonl, sends it to W&B, and shows it, if no line of training was shown just before.
 
-    def finish(self, results: dict[str, Any]) -> None:
-        """Writes the results: loss.png, then summary.json and W&B's summary. `keep_sample` comes after it.
-
-        A run is finished when its folder has summary.json and the sample, if it has one.
+        Values that are None, NaN or infinite are left out: a gradient scaler lets gradients overflow now and then.
         """
-        self.draw()
-        self._keep("summary.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
+        if not self.leads:
+            return
+        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        path = self.folder / storage.METRICS
+        with storage.as_storage_errors(path, storage.advice(self.folder)), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
-            self.tracker.summarise(results)
+            self.tracker.log(known, step)
+        self.step, last = step, self.cfg.train.steps
+        evaluated = "val/loss" in known
+        if evaluated or step == last or monotonic() - self._shown_at >= SHOWN_EVERY_S:
+            self._shown_at = self._shown_at if evaluated else monotonic()
+            shown = (text.format(known[name]) for name, text in FIGURES.items() if name in known)
+            show(f"step {step}/{last}  {', '.join(shown)}")
 
-    def keep_sample(self, text: str) -> None:
-        """Writes the text of the trained model to sample.txt and to W&B's summary."""
-        self._keep("sample.txt", text)
+    def finish(self, summary: Summary, sizes: dict[str, float]) -> Summary:
+        """Writes the results: loss.png, sample.txt, W&B's summary and, with which the run is finished, summary.json."""
+        results = {"final": asdict(summary.final), "best": asdict(summary.best), "median_step_ms": summary.step_ms} | sizes
+        self.draw()
+        if summary.sample:
+            self._keep("sample.txt", summary.sample)
         if self.tracker:
-            self.tracker.summarise({"sample": text})
+            self.tracker.summarise(results | ({"sample": summary.sample} if summary.sample else {}))
+        self._keep("summary.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
+        return summary
 
     def draw(self) -> None:
         """Draws loss.png from metrics.jsonl and sends it to W&B. An error in it ends no run: it is only printed."""
@@ -182,48 +201,22 @@ class Run:
             with suppress(OSError):
                 self.folder.rmdir()
 
+    def say(self, text: str) -> None:
+        if self.leads:
+            show(text)
+
     def _keep(self, name: str, text: str) -> None:
         if self.leads:
             storage.replace_text(self.folder / name, text)
 
-    def _keep_environment(self) -> None:
-        """Writes the facts of the machine and the code; a resumed run writes them to another file."""
-        suffix = f"_from_{self.origin.step:08d}" if self.origin.in_place and self.origin.step else ""
-        self._keep(f"environment{suffix}.json", json.dumps(environment(self.device), indent=2) + "\n")
-
-    def _identity(self) -> tuple[str, str | None]:
-        """The run's W&B id and group. run.json keeps them, so that a resumed run has the same."""
-        path = self.folder / "run.json"
-        if not path.is_file():
-            self._keep("run.json", json.dumps({"wandb_id": secrets.token_hex(4), "group": self.group}) + "\n")
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return kept["wandb_id"], kept["group"]
-
     def _rewind(self) -> None:
         """Takes the folder back to its checkpoint: deletes later lines of metrics, and results."""
-        step, stored = self.origin.step, self.origin.stored
+        step = self.origin.step
         storage.set_aside(self.folder, after=step)
-        owed = step if stored and stored.state["owes_validation"] else None  # this step is evaluated again
-        lines = [line for line in storage.read_metrics(self.folder) if line["step"] <= step]
-        kept = [json.dumps(line) + "\n" for line in lines if not (line["step"] == owed and "val/loss" in line)]
-        self._keep("metrics.jsonl", "".join(kept))
+        lines = [json.dumps(line) + "\n" for line in storage.read_metrics(self.folder) if line["step"] <= step]
+        self._keep(storage.METRICS, "".join(lines))
         for name in ("summary.json", "sample.txt"):
             (self.folder / name).unlink(missing_ok=True)
-        for link in ("last", "best"):  # of an older version: they would stay where they point to now
-            if (self.folder / link).is_symlink():
-                (self.folder / link).unlink()
-
-    def _show(self, step: int, known: dict[str, float]) -> None:
-        total = self.cfg.train.steps
-        if "val/loss" in known:
-            loss, bits = known["val/loss"], known["val/bits_per_byte"]
-            show(f"step {step}/{total}  validation loss {loss:.4f}  {bits:.4f} bits per byte")
-        elif step == total or monotonic() - self._shown_at >= SHOWN_EVERY_S:
-            self._shown_at = monotonic()
-            show(
-                f"step {step}/{total}  "
-                + ", ".join(text.format(known[name]) for name, text in FIGURES.items() if name in known)
-            )
 
 
 @contextmanager
@@ -242,14 +235,15 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
     with ExitStack() as held:
 
         def take() -> Path:
-            folder = origin.folder if origin.in_place else claim(origin.folder)
-            held.enter_context(locked(folder))
+            folder = origin.folder if origin.in_place else storage.claim(origin.folder)
+            held.enter_context(storage.locked(folder))
             return folder
 
         folder = world.on_first(take)
         run = Run(origin, folder, device, group, leads=world.leads)
+        of_start = f"_from_{origin.step:08d}" if origin.in_place and origin.step else ""
+        run._keep(f"environment{of_start}.json", json.dumps(environment(device), indent=2) + "\n")
         if not origin.in_place:
-            run._keep_environment()
             run._keep("config.yaml", configs.to_yaml(run.cfg))
         for note in origin.notes:
             run.say(note)
@@ -257,12 +251,10 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
             run.say(f"{relative(origin.folder)} has another run already, so this one is kept in {relative(folder)}.")
         try:
             yield run
-        except SystemExit as end:
-            if isinstance(end, Stopped) and (kept := storage.checkpoints(folder)):
-                run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
-            run.close(end.code if isinstance(end.code, int) else 1)
-            raise
         except BaseException as error:
-            run.close(130 if isinstance(error, KeyboardInterrupt) else 1)
+            if isinstance(error, Stopped) and (kept := storage.checkpoints(folder)):
+                run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
+            code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
+            run.close(code if isinstance(code, int) else 1)
             raise
         run.close(0)

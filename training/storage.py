@@ -23,7 +23,7 @@ from configs import ConfigError, machine
 from configs.compose import as_typed
 from data.cache import SUMS, verify
 
-FOLDER = "checkpoints"
+FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 
 
 class StorageError(RuntimeError):
@@ -60,8 +60,10 @@ def relative(path: Path) -> str:
 # ---- checkpoints -------------------------------------------------------------------------------------------------------------
 
 
-def commit(run: Path, step: int, parts: Mapping[str, Callable[[], bytes]]) -> Path:
-    """Writes a checkpoint of `step` in the run's folder.
+def commit(
+    run: Path, step: int, parts: Mapping[str, Callable[[], bytes]], keep: int | None = None, best: int | None = None
+) -> Path:
+    """Writes a checkpoint of `step` in the run's folder, then deletes all but the newest `keep` and that of step `best`.
 
     Args:
         parts: by file name, the function that makes the content.
@@ -73,6 +75,8 @@ def commit(run: Path, step: int, parts: Mapping[str, Callable[[], bytes]]) -> Pa
     final, temporary = folder / name(step), folder / f".{name(step)}.tmp"
     with as_storage_errors(final, advice(run)):
         try:
+            if (run / METRICS).is_file():
+                sync(run / METRICS)  # so that a checkpoint is never newer than the lines of metrics
             temporary.mkdir(parents=True, exist_ok=True)  # a killed process may have left it
             sums = ""
             for part, make in parts.items():
@@ -84,6 +88,11 @@ def commit(run: Path, step: int, parts: Mapping[str, Callable[[], bytes]]) -> Pa
             _discard(temporary)  # there if it failed
         for changed in (folder, run, run.parent):  # the first checkpoint is in a new folder, and the run may be
             sync(changed)
+        for old in checkpoints(run)[keep:] if keep else ():
+            if step_of(old) != best:  # renamed first: a folder that is deleted in part must not look like a checkpoint
+                old.rename(old.with_name(f".{old.name}.tmp"))
+    for trash in folder.glob(".step_*.tmp"):  # also of killed processes
+        _discard(trash)
     return final
 
 
@@ -102,7 +111,11 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and a line about each damaged one that is newer."""
+    """The newest checkpoint that is whole, or None if there is none at all, and a line about each damaged one that is newer.
+
+    Raises:
+        ValueError: all are damaged.
+    """
     problems: list[str] = []
     for checkpoint in checkpoints(run):
         try:
@@ -110,7 +123,9 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
             return checkpoint, problems
         except ValueError as error:
             problems.append(f"damaged checkpoint: {error}")
-    return None, problems
+    if problems:
+        raise ValueError("\n".join([*problems, f"No checkpoint in {relative(run)} is whole. Start in another folder."]))
+    return None, []
 
 
 def set_aside(run: Path, after: int) -> None:
@@ -120,17 +135,6 @@ def set_aside(run: Path, after: int) -> None:
             aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
             _discard(aside)
             checkpoint.rename(aside)
-
-
-def prune(run: Path, keep: int, best: int | None) -> None:
-    """Deletes all checkpoints but the newest `keep` and that of step `best`, and unfinished ones of killed processes."""
-    for checkpoint in checkpoints(run)[keep:]:
-        if step_of(checkpoint) != best:
-            with as_storage_errors(checkpoint):
-                # renamed first: a folder that is deleted in part must not look like a checkpoint
-                checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp"))
-    for trash in (run / FOLDER).glob(".step_*.tmp"):
-        _discard(trash)
 
 
 def _discard(folder: Path) -> None:
@@ -170,7 +174,7 @@ def sync(path: Path) -> None:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl: `step`, and figures by name. Lines that a crash has damaged are left out."""
-    lines, path = [], run / "metrics.jsonl"
+    lines, path = [], run / METRICS
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         with suppress(ValueError):
             record = json.loads(line)
@@ -183,16 +187,14 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def claim(folder: Path) -> Path:
-    """Makes a folder for one run. A number is appended to its name if another run has it.
+    """Makes a folder for one run, with an empty config.yaml. A number is appended to its name if another run has it.
 
     Raises:
         ConfigError: the folder can't be made or written, or would have other files than those of a run.
     """
     own = (Path.cwd(), machine.expanded("~"))
     if any(place.is_relative_to(folder.resolve()) for place in own) or any(folder.glob("*/config.yaml")):
-        raise ConfigError(
-            f"folder={folder}: the run's files would lie among others there. Name a new folder: folder=runs/NAME."
-        )
+        raise ConfigError(f"folder={folder}: the run's files would lie among others there. Name a new one: folder=runs/NAME.")
     try:
         for number in count(1):
             candidate = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")

@@ -1,11 +1,11 @@
-"""W&B: its settings, chosen before a run starts, and a run there that is always closed."""
+"""W&B: its settings, chosen before a run starts, a run there that is always closed, and the runs of one measurement."""
 
 import contextlib
 import logging as python_logging
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from configs.schema import LoggingConfig, WandbMode
 from training.interrupt import show
 
 START_TIMEOUT_S = 30.0  # for W&B's servers to answer, unless WANDB_INIT_TIMEOUT is set; training does not wait longer
+
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]  # columns and rows
 
 # Keys of LoggingConfig that may be null, by their names in W&B's settings, where W&B's variables then decide.
 KEYS = {"mode": "wandb", "project": "project", "entity": "entity", "run_group": "group", "run_name": "name", "run_tags": "tags"}
@@ -128,8 +130,9 @@ class Tracker:
         if path.is_file():
             self._tell(lambda run: run.log({name: wandb.Image(str(path))}, step=step))
 
-    def log_table(self, name: str, columns: list[str | int], rows: list[list[Any]]) -> None:
-        self._tell(lambda run: run.log({name: wandb.Table(columns=columns, data=rows)}, step=0))
+    def log_table(self, name: str, table: Table) -> None:
+        columns, rows = table
+        self._tell(lambda run: run.log({name: wandb.Table(columns=list(columns), data=list(map(list, rows)))}, step=0))
 
     def summarise(self, values: dict[str, Any]) -> None:
         self._tell(lambda run: run.summary.update(values))
@@ -157,3 +160,30 @@ def _end_process() -> None:
         wandb_setup.singleton()._connection._proc._process.kill()  # type: ignore[union-attr]
     with contextlib.suppress(Exception, SystemExit):
         wandb.teardown()
+
+
+class Group:
+    """The runs of one measurement; nothing where W&B is disabled. After a start that fails, the next ones are kept offline."""
+
+    def __init__(self, logging: LoggingConfig, folder: Path, tag: str) -> None:
+        self._logging, self._facts = with_defaults(logging)
+        self._folder, self._tag, self._group = folder, tag, self._logging.group or folder.name
+
+    def start(self, name: str, config: dict[str, Any], tags: Sequence[str] = ()) -> Tracker:
+        tags = list(dict.fromkeys([*(self._logging.tags or []), self._tag, *tags]))
+        named = f"{self._logging.name or self._group}/{name}"
+        run = Tracker(self._logging, self._folder, group=self._group, name=named, tags=tags, config=config)
+        self._logging = replace(self._logging, wandb=run.mode)
+        self._facts += [run.note] if run.note else []
+        return run
+
+    def sum_up(self, config: dict[str, Any], values: dict[str, Any], tables: Mapping[str, Table]) -> str:
+        """Makes the last run, with the pictures of the folder. Returns the mode of W&B, and why."""
+        run = self.start("summary", config)
+        run.summarise(values)
+        for name, table in tables.items():
+            run.log_table(f"tables/{name}", table)
+        for picture in sorted(self._folder.glob("*.png")):
+            run.log_image(f"plots/{picture.stem}", picture, 0)
+        run.finish(0)
+        return described(run.mode, self._facts)

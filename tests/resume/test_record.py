@@ -1,14 +1,16 @@
 """A run that goes on has one record: metrics without holes or repeats, one W&B run, its checkpoints, its results."""
 
+import json
+import shutil
 import signal
+from functools import partial
 
 import pytest
 
 from model import GPT
 from tests.resume.stops import AUTO, train_until
-from tests.runs import FakeWandb, read_json, train_here
+from tests.runs import FakeWandb, newest, read_json, train_here
 from training import checkpoint, storage
-from training import metrics as training_metrics
 from training.checkpoint import Validation
 
 
@@ -54,29 +56,30 @@ def test_the_newest_checkpoints_are_kept_and_the_best(tiny, tmp_path, monkeypatc
     assert [checkpoint.read(tmp_path / "run" / name).step for name in ("best", "last")] == [20, 30]
 
 
-def test_an_evaluation_that_was_made_up_for_before_a_kill_is_in_the_metrics_once(tiny, tmp_path, monkeypatch):
-    original = training_metrics.evaluate
-    monkeypatch.setattr("training.metrics.evaluate", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(SystemExit):
-        train_here([*tiny, *AUTO], tmp_path / "run")  # at step 10
-    monkeypatch.setattr("training.metrics.evaluate", original)
-    train_until(12, [*tiny, *AUTO], tmp_path / "run")  # the checkpoint of step 10 still owes it
-    _, metrics = train_here([*tiny, *AUTO], tmp_path / "run")
-    assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]
-
-
-def test_a_signal_in_the_last_sample_keeps_the_summary_and_the_run_makes_it_up(tiny, tmp_path, monkeypatch, capsys):
-    number = signal.SIGTERM
-    fake, run = FakeWandb(monkeypatch), tmp_path / "run"
+def test_a_signal_in_the_last_sample_stops_the_command_after_it_and_the_same_wandb_run_goes_on(tiny, tmp_path, monkeypatch):
+    fake, run, generate = FakeWandb(monkeypatch), tmp_path / "run", GPT.generate
     overrides = [*tiny, *AUTO, "train.steps=5", "logging.wandb=offline", "logging.group=g"]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=str(128 + number)):
-        patch.setattr(GPT, "generate", lambda *_, **__: signal.raise_signal(number))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
+        patch.setattr(GPT, "generate", lambda *a, **k: (signal.raise_signal(signal.SIGTERM), generate(*a, **k))[1])
         train_here(overrides, run)
-    fake.finish.assert_called_once_with(exit_code=128 + number)
-    said, first = capsys.readouterr(), fake.arguments
-    assert f"stopped after step 5; to go on: {storage.resume_command(run)}" in said.out
-    assert read_json(run / "summary.json")["final"]["loss"] > 0 and not (run / "sample.txt").exists()
-    summary, _ = train_here(overrides, run)
-    assert (run / "sample.txt").read_text() == summary.sample != ""
+    fake.finish.assert_called_once_with(exit_code=143)
+    first = fake.arguments
+    assert read_json(run / "summary.json")["final"]["loss"] > 0 and (run / "sample.txt").read_text().startswith("the")
+    train_here([*overrides, "train.steps=6", "resume_with_changes=true"], run)
     assert fake.arguments["id"] == first["id"] and fake.arguments["group"] == first["group"] == "g"
     assert (first["resume"], fake.arguments["resume"]) == (None, "allow")
+
+
+def test_the_evaluation_that_an_older_version_has_cut_short_is_made_up_for(tiny, tmp_path):
+    run, overrides = tmp_path / "run", [*tiny, *AUTO, "train.steps=10"]
+    train_here(overrides, run)
+    saved = newest(run)
+    state = read_json(saved / "state.json") | {"owes_validation": True, "validation": None, "best": None, "best_step": None}
+    parts = {path.name: partial(bytes, path.read_bytes()) for path in saved.iterdir() if path.name != storage.SUMS}
+    parts["state.json"] = json.dumps(state).encode
+    shutil.rmtree(saved)
+    storage.commit(run, 10, parts)
+    for name in ("summary.json", "metrics.jsonl"):
+        (run / name).unlink()
+    summary, metrics = train_here(overrides, run)
+    assert [(line["step"], line["val/loss"]) for line in metrics] == [(10, summary.final.loss)]

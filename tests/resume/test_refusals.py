@@ -75,14 +75,6 @@ def test_text_that_changed_is_refused_and_the_words_of_the_refusal_help_but_it_m
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(
-    ("resume", "message"), [("auto", "Add folder=runs/NAME"), ("no/where", "no/where: no checkpoint there")]
-)
-def test_what_can_not_be_resumed_is_named(tiny, tmp_path, resume, message):
-    with pytest.raises(ConfigError, match=rf"^resume={resume}(.|\n)*{message}"):
-        find_start(composed([*tiny, f"resume={resume}"]), tmp_path / "2026-01-01_new", [], chosen=False)
-
-
 def test_a_finished_run_has_nothing_to_resume_and_without_its_checkpoints_is_not_written_over(tiny, tmp_path):
     done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
     said = refused([f"resume={done.folder}"], tmp_path / "run", r"is at step 5: raise train\.steps=5")
@@ -144,17 +136,3 @@ def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(fold
     assert summary.folder == tmp_path / "copy_2" and said in capsys.readouterr().out
     _, metrics = train_here(command, tmp_path / "copy")
     assert metrics[0]["step"] == 13
-
-
-def test_a_run_of_a_version_with_links_goes_on_and_has_none_that_are_out_of_date(folder, command):
-    (folder / "last").symlink_to(newest(folder))
-    train_here(command, folder)
-    assert not (folder / "last").is_symlink() and checkpoint.read(folder / "last").step == 30
-
-
-def test_a_checkpoint_of_another_format_is_named(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", 99)
-    folder = train_until(8, [*tiny, *AUTO], tmp_path / "run")
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match="its format is 99, and this version reads 2"):
-        checkpoint.read(folder)

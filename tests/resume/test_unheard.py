@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import train
 from tests.forks import Command
 from tests.resume.stops import stop_with
 from tests.runs import logged, train_here, wait_until
@@ -43,12 +42,6 @@ def test_a_run_whose_output_has_no_room_goes_on_and_says_so(tiny, tmp_path, monk
     assert (tmp_path / "run" / "summary.json").is_file()
     assert capsys.readouterr().err.count("standard output can't be written: No space left on device") == 1
     full.close()  # with what was still in its buffer
-
-
-def test_help_that_is_read_in_part_is_no_error(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
-    with unread():
-        assert train.main(train.train) == 0
 
 
 def test_a_terminal_that_is_gone_stops_a_run_with_a_checkpoint(tiny, tmp_path):

@@ -14,7 +14,7 @@ from data import Tokenizer
 from data.tokenizer import char_tokenizer, train_bpe
 from model import GPT
 from tests.runs import composed, raising, read_json, train_here
-from training import checkpoint, export, storage
+from training import export, storage
 from training.checkpoint import TrainState
 from training.optimizer import adamw
 
@@ -101,18 +101,16 @@ def test_weights_of_the_hub_give_the_logits_of_transformers(hub, monkeypatch, th
 
 
 @pytest.mark.parametrize("head", ["wte.weight", "lm_head.weight"])  # which the embedding is tied to
-def test_openais_own_names_and_buffers_are_read(hub, head):
-    folder = hub(gpt2())
+def test_openais_own_names_buffers_16_bit_weights_and_a_shorter_context_are_read(hub, head):
+    theirs = gpt2().bfloat16()
+    folder = hub(theirs)
     buffers = {"h.0.attn.bias": torch.ones(1, 1, C, C), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file(bare | {head: bare.pop("wte.weight")} | buffers, folder / "model.safetensors")
-    assert_same_logits(loaded(GPT2, folder), gpt2())
-
-
-def test_parts_with_an_index_16_bit_weights_and_a_shorter_context_are_read(tmp_path):
-    theirs = gpt2().bfloat16()
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert_same_logits(loaded([*GPT2, "model.context=8"], tmp_path), theirs.float(), TOKENS[:, :8])
+    parts = bare | {head: bare.pop("wte.weight")} | buffers
+    for i, names in enumerate((list(parts)[::2], list(parts)[1::2])):
+        save_file({name: parts[name] for name in names}, folder / f"model-0000{i}-of-00002.safetensors")
+    (folder / "model.safetensors").unlink()
+    assert_same_logits(loaded([*GPT2, "model.context=8"], folder), theirs.float(), TOKENS[:, :8])
 
 
 def test_the_padding_of_the_vocabulary_hardly_changes_a_loss_far_below_zero(hub):
@@ -130,25 +128,17 @@ def test_the_padding_of_the_vocabulary_hardly_changes_a_loss_far_below_zero(hub)
     [
         (gpt2, "model.heads=2 norm.eps=1e-6", {}, r"norm\.eps=1e-06: it has 1e-05\.\n(.|\n)*model\.heads=2: it has 4\."),
         (gpt2, "model.context=32", {}, r"model\.context=32: it has 16\."),
-        (gpt2, "norm.placement=sandwich", {}, r"norm\.placement=sandwich: it has pre"),
         (gpt2, "", {"config": {"activation_function": "relu"}}, "activation_function=relu in its config.json"),
         (llama, "", {"config": {"rope_parameters": {"rope_type": "llama3"}}}, "rope_type=llama3 in its"),
-        (llama, "", {"config": {"head_dim": 16}}, "head_dim=16 in its"),
-        (gpt2, "", {"config": {"model_type": "bert"}}, "of type bert; known are gpt2 and llama"),
+        (gpt2, "tokenizer.vocab_size=300", {}, "vocabulary of 70, the tokenizer one of 71"),
         (gpt2, "", {"transformer.adapter": torch.ones(1)}, r"no place for: transformer\.adapter"),
         (gpt2, "", {"transformer.h.1.mlp.c_fc.weight": None}, r"it has no 'transformer\.h\.1\.mlp\.c_fc\.weight'"),
     ],
 )
 def test_another_model_is_refused_by_key(hub, theirs, overrides, changes, message):
+    base, size = (GPT2 if theirs is gpt2 else LLAMA), 71 if "71" in message else V
     with pytest.raises(ConfigError, match=message):
-        loaded([*(GPT2 if theirs is gpt2 else LLAMA), *overrides.split()], hub(theirs(), **changes))
-
-
-def test_another_vocabulary_and_what_is_no_model_are_refused(hub, tmp_path):
-    with pytest.raises(ConfigError, match="vocabulary of 70, the tokenizer one of 71"):
-        loaded(GPT2, hub(gpt2()), 71)
-    with pytest.raises(ConfigError, match="no checkpoint there"):
-        loaded(GPT2, tmp_path)
+        loaded([*base, *overrides.split()], hub(theirs(), **changes), size)
 
 
 def test_a_run_that_begins_with_the_weights_of_another_has_its_loss_and_says_so(tiny, tmp_path, capsys):
@@ -225,31 +215,12 @@ def test_what_a_layout_can_not_express_is_refused_by_key(tmp_path, tokenizer, ca
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_never_writes_into_a_run_or_a_checkpoint_and_says_where_it_can_not_write(tmp_path, tokenizer, capsys):
+def test_an_export_never_writes_into_a_run_or_a_checkpoint(tmp_path, tokenizer, capsys):
     run = tmp_path / "run"
     trained(run, GPT2, tokenizer)
     [kept] = storage.checkpoints(run)
-    (tmp_path / "file").write_text("")
-    for output, message in (
-        (kept, "Name a new folder"),
-        (run, "Name a new folder"),
-        (tmp_path / "file" / "x", "Not a directory"),
-    ):
+    for output in (kept, run):
         assert export.main([str(run), "--format", "gpt2", "--output", str(output)]) == 2
-        assert message in capsys.readouterr().err
+        assert "Name a new folder" in capsys.readouterr().err
     storage.verify(kept)
     assert export.main([str(kept), "--format", "gpt2"]) == 0 and (run / "export_gpt2" / "config.json").is_file()
-
-
-def test_a_checkpoint_is_found_by_all_its_names_and_what_is_none_is_named(tmp_path, tokenizer):
-    runs, run = tmp_path / "runs", tmp_path / "runs" / "a"
-    trained(run, GPT2, tokenizer)
-    (found,) = storage.checkpoints(run)
-    for name in (run, found, found.parent, run / "last"):
-        assert checkpoint.read(name).path == found
-    for name, message in {
-        runs / "b": r"runs/b: no checkpoint there. Runs that have some: \S+/runs/a\.",
-        run / "best": "no checkpoint of this run was evaluated",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            checkpoint.read(name)

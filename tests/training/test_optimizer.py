@@ -7,7 +7,7 @@ import torch
 
 from model import GPT
 from tests.runs import composed
-from training.optimizer import Chained, adamw, make_optimizer
+from training.optimizer import adamw, make_optimizer
 
 
 def model_and_optimizer(overrides):
@@ -65,21 +65,6 @@ def test_a_state_that_is_loaded_or_copied_goes_on_with_the_same_bits(tiny, kind,
         of.step()
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
     assert len(other.state) == len(list(resumed.parameters()))
-
-
-def test_chained_optimizers_share_groups_and_state(tiny):
-    _, model, optimizer = model_and_optimizer([*tiny, "optim.kind=muon"])
-    assert isinstance(optimizer, Chained)
-    parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(parameters) == sorted(id(p) for p in model.parameters())
-    start = [p.detach().clone() for p in model.parameters()]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    with_gradients(model)
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True)), "the rate reaches both"
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
 
 
 def test_a_rate_on_the_device_gives_the_step_of_the_same_number(tiny):

@@ -5,10 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configs import ConfigError
 from tests.runs import composed, no_space
 from training.run import Start, open_run
-from training.storage import StorageError
 
 
 def opened(folder):
@@ -23,15 +21,3 @@ def test_wandb_is_told_how_the_run_ended_though_its_picture_fails(tmp_path, monk
         run.tracker = SimpleNamespace(finish=codes.append)
         raise error
     assert codes == [code] and "no plot: OSError: " in capsys.readouterr().out
-
-
-def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(tmp_path):
-    with pytest.raises(StorageError, match=r"metrics\.jsonl can't be written: Is a directory"), opened(tmp_path / "run") as run:
-        (run.folder / "metrics.jsonl").mkdir()
-        run.log(1, {"train/loss": 1.0})
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(ConfigError, match=r"file/run: Not a directory. Choose another folder"),
-        opened(tmp_path / "file" / "run"),
-    ):
-        pass

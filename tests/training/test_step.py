@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import subprocess
 import sys
 
@@ -11,14 +10,14 @@ import torch
 
 import configs
 from configs.machine import Machine
-from configs.schema import OptimConfig, Schedule, TrainConfig
+from configs.schema import OptimConfig, Schedule
 from model import GPT
 from tests.runs import ROOT, bits, composed, corpus
 from train import learning_rate, training_step
 from training.build import compile_model
 from training.checkpoint import TrainState
 from training.optimizer import adamw, parameter_groups
-from training.step import MixedPrecision, seed_micro_batch, set_deterministic
+from training.step import MixedPrecision, seed_micro_batch
 
 
 def gpt(overrides):
@@ -97,16 +96,6 @@ def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl, accumulat
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("mode", ["default", "max-autotune"])
-def test_the_mode_is_asked_of_torch_compile(monkeypatch, mode):
-    asked = {}
-    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.update(options))
-    compile_model(None, TrainConfig(compile=True, compile_mode=mode))
-    options = asked["options"]
-    assert asked == {"fullgraph": True, "options": options} and options["online_softmax"] is False  # the loss inside
-    assert ("triton.cudagraphs" in options) == ("max_autotune" in options) == (mode == "max-autotune")
-
-
 @pytest.mark.parametrize("variant", ["model.qk_norm=true", "norm.kind=rmsnorm", "model.tie_embeddings=false"])
 def test_both_implementations_start_alike_with_each_parameter_in_one_group_and_matrices_alone_decay(tiny, variant):
     (cfg, fused), (_, plain) = (gpt([*tiny, variant, f"norm.impl={i}"]) for i in ("fused", "torch"))
@@ -143,14 +132,6 @@ def test_each_place_has_other_seeds_all_positive_int64_and_seeds_torch():
     seeds = torch.cat([seed_micro_batch(*place, 9, torch.device("cpu")) for place in places])
     assert len(seeds.unique()) == len(seeds) == 2 * 10 * 4 * 4 * 9
     assert seeds.dtype == torch.int64 and seeds.min() >= 0 and seeds.max() > 2**62, "all bits but the sign are in use"
-
-
-def test_each_run_of_a_sweep_has_its_own_determinism_and_a_workspace_that_the_user_chose_stays(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    for wanted in (True, False):
-        set_deterministic(wanted)
-        assert (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic) == (wanted, wanted)
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 @pytest.mark.gpu

@@ -69,8 +69,7 @@ def test_what_killed_processes_left_is_no_checkpoint_and_goes_away(tmp_path):
         left.mkdir(parents=True)
         (left / "a.bin").write_bytes(b"torn")
     assert steps(tmp_path) == []
-    storage.commit(tmp_path, 2, PARTS)
-    storage.prune(tmp_path, keep=1, best=None)
+    storage.commit(tmp_path, 2, PARTS, keep=1)
     assert [path.name for path in (tmp_path / storage.FOLDER).iterdir()] == [storage.name(2)]
 
 
@@ -80,7 +79,7 @@ def test_a_run_is_not_scattered_among_the_users_files_or_other_runs(tmp_path, mo
     storage.claim(tmp_path / "runs" / "a")
     monkeypatch.chdir(tmp_path / "here" / "below")
     for folder in (".", "..", tmp_path, tmp_path / "here", tmp_path / "home", tmp_path / "runs"):
-        with pytest.raises(ConfigError, match=r"would lie among others there\. Name a new folder: folder=runs/NAME"):
+        with pytest.raises(ConfigError, match=r"would lie among others there\. Name a new one: folder=runs/NAME"):
             storage.claim(Path(folder))
     assert sorted(path.name for path in tmp_path.rglob("config.yaml")) == ["config.yaml"]
     assert storage.claim(Path("new")) == Path("new")

@@ -1,10 +1,10 @@
-"""How a measuring program ends."""
+"""How ablate.py and compare.py end."""
 
 import pytest
 
 from configs import ConfigError
-from measure import program
 from tests.runs import raising
+from training.command import own_keys, program
 from training.interrupt import Stopped
 from training.storage import StorageError
 
@@ -20,15 +20,15 @@ from training.storage import StorageError
     ],
 )
 def test_the_exit_code_tells_how_it_ended(work, code, said, capsys):
-    assert program.run("ablate.py", [], str, work, lambda: "stopped; to go on: …") == code
+    assert program("ablate.py", [], str, work, lambda: "stopped; to go on: …") == code
     assert said in capsys.readouterr().err
 
 
 def test_help_does_no_work_and_torchrun_is_refused(monkeypatch, capsys):
     never = raising(AssertionError("worked"))
-    assert program.run("ablate.py", ["seed=1", "--help"], lambda: program.own_keys("ablate"), never, never) == 0
+    assert program("ablate.py", ["seed=1", "--help"], lambda: own_keys("ablate"), never, never) == 0
     assert "ablate.cycles=12" in (said := capsys.readouterr().out) and "train." not in said
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
-    assert program.run("ablate.py", [], str, never, never) == 2
+    assert program("ablate.py", [], str, never, never) == 2
     assert "ablate.py is one process on one device" in capsys.readouterr().err

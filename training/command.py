@@ -46,6 +46,7 @@ def main(train: Train) -> int:
     take_any_encoding()
     codes, world = [0], join()
     exit_on_signals()
+    use_one_thread()
     if "--version" in sys.argv[1:]:
         show(version())
         return 0
@@ -236,6 +237,7 @@ def program(
         show(help_text())
         return 0
     exit_on_signals()
+    use_one_thread()
     try:
         machine.refuse_ranks(name)
         return work()
@@ -247,6 +249,12 @@ def program(
     except (KeyboardInterrupt, Stopped) as stop:
         print(stopped(), file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # a number
+
+
+def use_one_thread() -> None:
+    """Runs backward in the thread of forward. This process trains on one device: a thread for that device would only find cold
+    caches, which takes up to a third of a CPU-bound step."""
+    torch.autograd.set_multithreading_enabled(False)
 
 
 def own_keys(section: str) -> str:

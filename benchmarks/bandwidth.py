@@ -4,7 +4,7 @@ A program says what there is to measure, as tasks. The loop, the check of result
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from benchmarks.providers import as_tuple
 from measure import timing
 from measure.progress import progress, show_current
 
-ROUNDS = (9, 7)  # many cells in little time
+ROUNDS = 9  # many cells in little time
 # ‖out − reference‖ / ‖reference‖. Rounding to bf16 gives 2e-3, twice for libraries that round between add and norm; a wrong
 # mean, a forgotten weight or a missing gradient gives 5e-2 and more.
 TOLERANCE = 2e-2
@@ -52,10 +52,21 @@ class Task:
         return [partial(torch.autograd.grad, function(*i.args), i.leaves, i.upstream, **options) for i in sets]
 
 
-def parser(program: str, description: str, cases: Iterable[str], known: Iterable[str]) -> argparse.ArgumentParser:
-    """A parser with the options that these programs have; known: the names of the providers."""
-    parser = command.parser(program, description, known, ROUNDS)
+def parser(
+    program: str, doc: str | None, cases: Iterable[str], known: Iterable[str], widths: Iterable[int] = ()
+) -> argparse.ArgumentParser:
+    """A parser with the options that these programs have.
+
+    Args:
+        known: the names of the providers.
+        widths: of rows by default, for a program of norms.
+    """
+    parser = command.parser(program, doc, known, ROUNDS)
     parser.add_argument("--case", nargs="+", choices=tuple(cases), metavar="CASE", help=f"of {', '.join(cases)} (all)")
+    if widths := tuple(widths):
+        parser.add_argument("--width", nargs="+", type=command.positive, default=widths, metavar="N", help=f"of rows {widths}")
+        streams = ("bf16", "fp32")
+        parser.add_argument("--residual", nargs="+", choices=streams, default=streams, help="dtype of the stream (both)")
     return parser
 
 
@@ -71,17 +82,16 @@ def run(options: argparse.Namespace, names: Sequence[str], tasks: Sequence[Task]
         copy_gb_per_s = timing.copy_bandwidth(device, 2.0 if device.type == "cuda" else 0.01)
         timing.free_memory(device)
         for task in tasks:
-            show_current(bar, report.cell_label(task.facts))
-            for records in records_of(task, names, device, options.rounds, copy_gb_per_s):
-                results.add(records)
+            show_current(bar, " ".join(map(str, task.facts.values())))
+            measure(task, names, device, options.rounds, copy_gb_per_s, results)
             bar.update()
     print(report.text(results.finish()))
 
 
-def records_of(
-    task: Task, names: Iterable[str], device: torch.device, rounds: int, copy_gb_per_s: float
-) -> Iterator[list[Record]]:
-    """The records of each direction in turn."""
+def measure(
+    task: Task, names: Iterable[str], device: torch.device, rounds: int, copy_gb_per_s: float, results: command.Results
+) -> None:
+    """Adds the records of each direction in turn."""
     torch._dynamo.reset()
     functions, failed = {}, {}
     for name in names:
@@ -97,10 +107,10 @@ def records_of(
         del contenders
         timing.free_memory(device)
         cell = {"case": task.facts["case"], "direction": direction, **task.facts}
-        yield [
+        results.add(
             {**cell, "provider": name, **record_of(outcome, outcomes.get("ours"), least, copy_gb_per_s), "sets": sets}
             for name, outcome in outcomes.items()
-        ]
+        )
 
 
 def record_of(outcome: timing.Outcome, ours: timing.Outcome | None, bytes_: int, copy_gb_per_s: float) -> Record:

@@ -23,11 +23,9 @@ from measure.environment import git_state
 from measure.sources import ROOT, fingerprints
 
 FOLDER = Path(__file__).parent / "results"
+SCRATCH = Path(".cache/benchmarks")  # for what was measured on a CPU, which is not published
 Record = dict[str, Any]
-# For what was measured in a hurry or on a CPU: it doesn't go among the results that are published.
-SCRATCH = Path(".cache/benchmarks")
-ROUNDS = (25, 7)  # by default; with --quick
-CPU_ROWS = 64  # by default on the CPU, where programs are tried and nothing is learnt from large tensors
+CPU_ROWS = 64  # on the CPU, where programs are tried and nothing is learnt from large tensors
 NOT_CODE = ("benchmarks/results", "README.md", "docs")  # results, and the pages that are made from them
 
 
@@ -38,20 +36,18 @@ def positive(text: str) -> int:
     return value
 
 
-def parser(
-    program: str, description: str, known: Iterable[str] = (), rounds: tuple[int, int] = ROUNDS
-) -> argparse.ArgumentParser:
-    """A parser with the options that all programs have.
+def parser(program: str, doc: str | None, known: Iterable[str] = (), rounds: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that the programs have; doc: of the program, described by its first line.
 
     Args:
-        known: the names of the providers.
-        rounds: those by default, and with --quick.
+        known: the names of the providers, for a program that compares some.
+        rounds: by default, for a program that has rounds.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
-    parser.set_defaults(program=program, default_rounds=rounds)
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=(doc or "").partition("\n")[0])
+    parser.set_defaults(program=program)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help=f"a small selection, recorded under {SCRATCH}, in under a minute")
-    parser.add_argument("--rounds", type=positive, help=f"turns of each contender ({rounds[0]}; {rounds[1]} with --quick)")
+    if rounds:
+        parser.add_argument("--rounds", type=positive, default=rounds, help="turns of each contender (%(default)s)")
     if names := tuple(known):
         parser.add_argument(
             "--provider", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)} (all that can be imported)"
@@ -65,28 +61,26 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
     options.device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    options.rounds = options.rounds or options.default_rounds[options.quick]
     options.argv = sys.argv[1:] if argv is None else argv
     return options
 
 
 def rows_on(device: torch.device, rows: int) -> int:
-    """The default number of rows: `rows` on a GPU, few on a CPU."""
+    """`rows` on a GPU, few on a CPU."""
     return rows if device.type == "cuda" else CPU_ROWS
 
 
 def importable(asked: Sequence[str] | None, otherwise: Iterable[str]) -> list[str]:
-    """The providers that can be imported. Prints those that can't; one that the user asked for ends the program."""
+    """The providers that were asked for, or else those that can be imported. Prints those that can't."""
+    if asked is not None:
+        return list(asked)
     found = []
-    for name in otherwise if asked is None else asked:
+    for name in otherwise:
         try:
             import_module(providers.MODULES.get(name, "ops"))
             found.append(name)
         except Exception as error:  # without a GPU some fail in other ways than by ImportError
-            said = f"{name} ({type(error).__name__}: {error})".splitlines()[0]
-            if asked is not None:
-                raise SystemExit(f"--provider: not importable here: {said}") from error
-            print(f"missing: {said}", file=sys.stderr)
+            print(f"missing: {name} ({type(error).__name__}: {error})".splitlines()[0], file=sys.stderr)
     return found
 
 
@@ -111,34 +105,26 @@ class Results:
     """The records of one run. They are on disk after every cell, and complete after `finish`."""
 
     def __init__(self, path: Path, environment: dict[str, Any], command: str) -> None:
-        self.path, self.environment, self.command = path, environment, command
+        self.path, self.part = path, path.with_suffix(".json.part")
+        self.head = json.dumps({"environment": environment, "command": command}, indent=1)
         self.records: list[Record] = []
 
-    @property
-    def part(self) -> Path:
-        return self.path.with_suffix(".json.part")
-
     def add(self, records: Iterable[Record]) -> None:
-        self.records += records
-        self.save()
-
-    def save(self) -> None:
         """Writes one record a line, so that a diff shows the changed cells."""
+        self.records += records
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps({"environment": self.environment, "command": self.command}, indent=1)
         lines = ",\n".join(f"  {json.dumps(record, separators=(',', ':'))}" for record in self.records)
-        self.part.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        self.part.write_text(f'{self.head[:-2]},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
     def finish(self) -> list[Record]:
         """Puts the file in its place; returns its records."""
-        self.save()
         self.part.replace(self.path)
         print(f"records: {self.path}")
         return self.records
 
 
 def open_results(
-    options: argparse.Namespace, names: Iterable[str], others: dict[str, str] | None = None, file: str | None = None
+    options: argparse.Namespace, names: Iterable[str] = (), others: dict[str, str] | None = None, file: str | None = None
 ) -> Results:
     """The record that this run makes.
 
@@ -148,6 +134,6 @@ def open_results(
         file: name of the record, if it is not the program's.
     """
     facts = environment(options.device, providers.versions(names) | (others or {}))
-    published = not options.quick and options.device.type == "cuda"
-    path = (FOLDER if published else SCRATCH) / slug(facts) / f"{file or options.program}.json"
-    return Results(path, facts, shlex.join(["python", "-m", f"benchmarks.{options.program}", *options.argv]))
+    folder = FOLDER if options.device.type == "cuda" else SCRATCH
+    command = shlex.join(["python", "-m", f"benchmarks.{options.program}", *options.argv])
+    return Results(folder / slug(facts) / f"{file or options.program}.json", facts, command)

@@ -1,4 +1,4 @@
-"""Softmax, log-softmax and cross-entropy of every library: GPU time with cold L2, as a share of this card's copy bandwidth.
+"""Softmax and cross-entropy of every library: GPU time with cold L2, as a share of this card's copy bandwidth.
 
 Shares count the fewest bytes: softmax reads and writes each element once, its backward reads two and writes one; cross-entropy,
 forward and backward in one call, reads each logit once and writes its gradient.
@@ -22,13 +22,11 @@ from benchmarks.bandwidth import Functions, Task, near
 from benchmarks.cases import BACKWARD, BOTH, DTYPES, FORWARD, TensorSet
 from benchmarks.providers import compiled
 from measure.timing import Call, Contender
-from ops import cross_entropy_fn, log_softmax_fn, softmax_fn
+from ops import cross_entropy_fn, softmax_fn
 
-ARTICLE = [(49152, 2**power) for power in range(5, 16)]
 SHAPES = {
     "cross_entropy": [(32768, 50304), (32768, 50257), (8192, 128256), (4096, 151936), (8192, 262144), (65536, 2048)],
-    "softmax": ARTICLE,
-    "log_softmax": ARTICLE,
+    "softmax": [(49152, 2**power) for power in range(5, 16)],
 }
 CHECKED = 64  # rows
 Loss = Callable[..., Tensor]
@@ -51,11 +49,6 @@ MAKERS: dict[str, dict[str, Callable[[], Loss]]] = {
         "liger-kernel": lambda: import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply,
         "quack-kernels": lambda: import_module("quack.softmax").softmax,
     },
-    "log_softmax": {
-        "ours": lambda: log_softmax_fn,
-        "torch": lambda: partial(torch.log_softmax, dim=-1),
-        "compile": lambda: compiled(lambda x: torch.log_softmax(x, -1)),
-    },
     "cross_entropy": {
         "ours": lambda: partial(cross_entropy_fn, in_place=True),
         "torch": lambda: torch_loss,
@@ -64,18 +57,15 @@ MAKERS: dict[str, dict[str, Callable[[], Loss]]] = {
         "quack-kernels": lambda: partial(import_module("quack.cross_entropy").cross_entropy, inplace_backward=True),
     },
 }
-PROVIDERS = tuple(MAKERS["cross_entropy"])
+PROVIDERS = tuple(MAKERS["softmax"])
 
 
 @dataclass(frozen=True)
 class LossTask(Task):
     """Cross-entropy, forward and backward in one call. It may overwrite the logits: each turn finds them as they were."""
 
-    move_outputs: bool = False
-
     def contenders(self, direction: str, functions: Functions, sets: int, device: torch.device) -> list[Contender]:
-        (inputs,) = self.inputs(1, device)
-        source, targets = inputs.args
+        ((source, targets),) = (inputs.args for inputs in self.inputs(1, device))
         assert source is not None and targets is not None
         logits = source.clone()
 
@@ -107,31 +97,30 @@ def make_inputs(case: str, M: int, N: int, dtype: str, sets: int, device: torch.
 
 
 def task(case: str, M: int, N: int, dtype: str) -> Task:
-    size, makers, whole = M * N * DTYPES[dtype].itemsize, MAKERS[case], case == "cross_entropy"
-    exact = makers["torch"]()
+    size, whole = M * N * DTYPES[dtype].itemsize, case == "cross_entropy"
     return (LossTask if whole else Task)(
         {"case": case, "dtype": dtype, "M": M, "N": N},
         bytes={BOTH: 2 * size} if whole else {FORWARD: 2 * size, BACKWARD: 3 * size},
-        make=lambda provider: makers[provider]() if provider in makers else None,
+        make=lambda provider: MAKERS[case][provider](),
         inputs=partial(make_inputs, case, M, N, dtype),
-        reference=F.cross_entropy if whole else lambda _, x: (exact(x),),
+        reference=F.cross_entropy if whole else lambda _, x: (torch.softmax(x, -1),),
         checked=CHECKED,
         move_outputs=False,
     )
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bandwidth.parser("losses", __doc__.splitlines()[0], MAKERS, PROVIDERS)
-    parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=["bf16"], help="(bf16)")
+    parser = bandwidth.parser("losses", __doc__, MAKERS, PROVIDERS)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="(%(default)s)")
     return command.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
-    shapes = {case: of[:1] if options.quick else of for case, of in SHAPES.items()}
+    shapes = [(case, M, N) for case in options.case or MAKERS for M, N in SHAPES[case]]
     if options.device.type == "cpu":
-        shapes = {case: [(command.CPU_ROWS, min(N, 512)) for _, N in of] for case, of in shapes.items()}
-    tasks = [task(case, *at, dtype) for case in options.case or MAKERS for at in shapes[case] for dtype in options.dtype]
+        shapes = [(case, command.CPU_ROWS, min(N, 512)) for case, _, N in shapes]
+    tasks = [task(*shape, options.dtype) for shape in shapes]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 
 

@@ -15,27 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import command, report
+from benchmarks import command
 from benchmarks.cases import CASES, Function, Shape, TensorSet, make_inputs
-from benchmarks.command import Record
-from benchmarks.providers import PROVIDERS, compiled, plain_torch
+from benchmarks.providers import PROVIDERS, compiled
 from measure import timing
-from measure.progress import progress, show_current
 from measure.schedule import no_garbage_collection
 from measure.tables import NOTHING, compact_markdown
 
-ROWS, WIDTHS, BLOCKS = 32768, (768, 4096), 8
+ROWS, WIDTH, BLOCKS = 32768, 4096, 8
 HEADER = ("block", "stream", "rows × width", "provider", "MiB kept for backward, a block", "MiB at the peak, a block")
 COMPARED = ("ours", "torch", "compile", "flash-attn")
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    return command.parse(command.parser("memory", __doc__.splitlines()[0], COMPARED), argv)
+    return command.parse(command.parser("memory", __doc__, COMPARED), argv)
 
 
 def chain(provider: str, shape: Shape) -> Function:
     """BLOCKS norms in a row. torch.compile gets the whole chain, as it gets a whole model."""
-    block = plain_torch(shape) if provider == "compile" else PROVIDERS[provider](shape)
+    block = PROVIDERS["torch" if provider == "compile" else provider](shape)
     assert block is not None
 
     def blocks(x: Tensor, r: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
@@ -48,66 +46,46 @@ def chain(provider: str, shape: Shape) -> Function:
 
 def bytes_of(function: Function, inputs: TensorSet, device: torch.device) -> dict[str, int | None]:
     """Kept between forward and backward, and at the peak; of the second of two passes, which compiles nothing."""
+    kept = peak = None
     for _ in range(2):
         with no_garbage_collection():  # else a tensor of somebody else's, freed on the way, would count as this chain's thrift
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
-            before = allocated(device)
+                before = torch.cuda.memory_allocated(device)
             y, r = function(*inputs.args)
-            kept = allocated(device) - before - y.nbytes
+            if device.type == "cuda":
+                kept = torch.cuda.memory_allocated(device) - before - y.nbytes
             grads = torch.autograd.grad((y, r), inputs.leaves, inputs.upstream)
-            peak = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0) - before
+            if device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(device) - before
             del y, r, grads
-    return {"kept": kept, "peak": peak} if device.type == "cuda" else {"kept": None, "peak": None}
-
-
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return {"kept": kept, "peak": peak}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     device, names = options.device, command.importable(options.provider, COMPARED)
     results = command.open_results(options, names)
-    shapes = [
-        Shape(CASES[case], stream, "bf16", command.rows_on(device, ROWS), width)
-        for width in WIDTHS[: 1 if options.quick else None]
-        for case in ("dropout_add_ln", "dropout_add_rms")
-        for stream in ("bf16", "fp32")
-    ]
-    with timing.side_stream(device), progress(len(shapes) * len(names), "memory") as bar:
-        for shape, provider in product(shapes, names):
-            cell: Record = {"case": shape.case.name, "residual_dtype": shape.residual, "M": shape.rows, "N": shape.width}
-            cell |= {"blocks": BLOCKS, "provider": provider}
-            show_current(bar, f"{report.cell_label(cell)}, {provider}")
+    with timing.side_stream(device):
+        for case, stream, provider in product(("dropout_add_ln", "dropout_add_rms"), ("bf16", "fp32"), names):
+            shape = Shape(CASES[case], stream, "bf16", command.rows_on(device, ROWS), WIDTH)
+            cell = {"case": case, "residual_dtype": stream, "M": shape.rows, "N": WIDTH, "blocks": BLOCKS, "provider": provider}
             torch._dynamo.reset()
-            try:
-                (inputs,) = make_inputs(shape, 1, device)
-                results.add([{**cell, **bytes_of(chain(provider, shape), inputs, device)}])
-            except Exception as error:  # a library's failure is a result
-                results.add([{**cell, "error": timing.describe(error)}])
-            inputs = None  # type: ignore[assignment]
+            (inputs,) = make_inputs(shape, 1, device)
+            results.add([cell | bytes_of(chain(provider, shape), inputs, device)])
+            del inputs
             timing.free_memory(device)
-            bar.update()
     print(markdown({"records": results.finish()}))
 
 
 def markdown(file: dict[str, Any]) -> str:
-    """Of the widest rows."""
-    widest = max(record["N"] for record in file["records"])
-    rows = [
-        [CASES[r["case"]].label, r["residual_dtype"], f"{r['M']} × {r['N']}", r["provider"], _mib(r, "kept"), _mib(r, "peak")]
-        for r in file["records"]
-        if r["N"] == widest
-    ]
+    rows = []
+    for r in file["records"]:
+        if r["N"] == WIDTH:  # older records have others
+            mib = [NOTHING if r[what] is None else f"{r[what] / r['blocks'] / 2**20:.0f}" for what in ("kept", "peak")]
+            rows.append([CASES[r["case"]].label, r["residual_dtype"], f"{r['M']} × {r['N']}", r["provider"], *mib])
     return compact_markdown(HEADER, rows)
-
-
-def _mib(record: Record, field: str) -> str:
-    if record.get("error"):
-        return "failed"
-    return NOTHING if record[field] is None else f"{record[field] / record['blocks'] / 2**20:.0f}"
 
 
 if __name__ == "__main__":

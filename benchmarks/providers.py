@@ -1,8 +1,9 @@
 """Who is compared: ours, PyTorch as people write it, torch.compile of that, and the libraries that can be imported.
 
 A provider of norms makes, for a shape, a function of the arguments that `make_inputs` describes, which returns (y,) or
-(y, new residual stream); None where the library does not offer the case. Those of rotary positions and losses stand with their
-programs. Libraries are imported when they are asked for and never needed.
+(y, new residual stream); None where the library does not offer the case. All are called as the model calls them, by the norm
+switch (model/norm.py, model/libraries.py). Those of rotary positions and losses stand with their programs. Libraries are
+imported when they are asked for and never needed.
 """
 
 import sys
@@ -20,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import ops
-from benchmarks.cases import DROPOUT_P, EPS, Function, Shape, make_inputs
+from benchmarks.cases import DROPOUT_P, DTYPES, EPS, X_DTYPE, Function, Shape, make_inputs
 from measure.progress import progress
 from measure.timing import free_memory, side_stream
-from ops import Norm, norm_fn
-from ops.reference import NORMS
+from model import libraries
+from model.norm import Affine, How, Inputs, fused_site, torch_site
+from ops import Norm
+
+Site = Callable[[Inputs, Affine, How], Any]
 
 MODULES = {  # what has to be importable, by provider; the names of libraries are those of their packages
     "flash-attn": "flash_attn.ops.triton.layer_norm",
@@ -42,56 +44,32 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
-def _fused(module: Any, shape: Shape) -> Function | None:
-    """A call in the interface that FlashAttention's Triton norms and ours share."""
+def how_of(kind: Norm, dtype: torch.dtype, eps: float) -> How:
+    """A norm alone."""
+    return How(kind, Norm.none, False, False, 1.0, eps, 0.0, False, False, dtype, dtype)
+
+
+def site_of(site: Site, shape: Shape, exact: bool = False) -> Function:
+    """A site of the model as a provider's function; exact: computed and returned in fp64."""
     case = shape.case
-    if not case.plain:
-        return None
-    norm = module.rms_norm_fn if case.norm == Norm.rmsnorm else module.layer_norm_fn
-    p, prenorm = DROPOUT_P if case.dropout else 0.0, case.add
-    return lambda x, residual, weight, bias, *_: as_tuple(
-        norm(x, weight, bias, residual=residual, dropout_p=p, prenorm=prenorm, eps=EPS)
+    how = how_of(case.norm, X_DTYPE, EPS)._replace(
+        branch_kind=case.branch,
+        dropout=DROPOUT_P if case.dropout else 0.0,
+        prenorm=case.add,
+        stream_dtype=DTYPES[shape.residual or "bf16"],
     )
+    if exact:
+        how = how._replace(stream_dtype=torch.float64, out_dtype=torch.float64)
 
+    def function(
+        x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scalars: Tensor | None,
+        *of_branch: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        affine = Affine(weight, bias, None, None, scalars, *of_branch)
+        outputs = as_tuple(site(Inputs(x, residual, None, None, None, None), affine, how))
+        return outputs[-1:] if shape.y_is_r else outputs
 
-def ours(shape: Shape) -> Function:
-    return _fused(ops, shape) or _site(shape)
-
-
-def _site(shape: Shape) -> Function:
-    case, p = shape.case, DROPOUT_P if shape.case.dropout else 0.0
-
-    def site(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        weight, bias, scalars, branch_weight, branch_bias, branch_scalars = parameters
-        found: Any = norm_fn(
-            case.norm, x, weight, bias, residual, eps=EPS, dropout_p=p, prenorm=True, scalars=scalars, branch_norm=case.branch,
-            branch_weight=branch_weight, branch_bias=branch_bias, branch_scalars=branch_scalars,
-        )  # fmt: skip
-        return found[-1:] if shape.y_is_r else tuple(found)
-
-    return site
-
-
-def plain_torch(shape: Shape, dropout: Callable[[Tensor, float], Tensor] = F.dropout) -> Function:
-    """F.dropout, +, F.layer_norm or F.rms_norm, as people write them.
-
-    With a stream or weights in fp32 the norm runs in fp32 and its output is rounded, which is what autocast makes of it.
-    """
-    case = shape.case
-
-    def normed(norm: Norm, r: Tensor, parameters: Sequence[Tensor | None], y_dtype: torch.dtype) -> Tensor:
-        dtype = r.dtype if parameters[0] is None else torch.promote_types(r.dtype, parameters[0].dtype)
-        weight, bias, scalars = (None if t is None else t.to(dtype) for t in parameters)
-        return NORMS[norm](r.to(dtype), weight, bias, EPS, scalars).to(y_dtype)
-
-    def expression(x: Tensor, residual: Tensor | None, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        if residual is None:
-            return (normed(case.norm, x, parameters[:3], x.dtype),)
-        branch = x if case.branch == Norm.none else normed(case.branch, x, parameters[3:], x.dtype)
-        r = residual + (dropout(branch, DROPOUT_P) if case.dropout else branch)
-        return (r,) if shape.y_is_r else (normed(case.norm, r, parameters[:3], x.dtype), r)
-
-    return expression
+    return function
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,13 +81,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flash_attn(shape: Shape) -> Function | None:
-    return _fused(import_module(MODULES["flash-attn"]), shape) if shape.width <= WIDEST_OF_FLASH else None
+    return site_of(libraries.flash_attn, shape) if shape.case.plain and shape.width <= WIDEST_OF_FLASH else None
 
 
 def liger(shape: Shape) -> Function | None:
-    """Its Triton kernels, with their own defaults. No dropout; the stream is kept in x's dtype."""
+    """What it fuses: no dropout; of adds RMSNorm's to a stream of x's dtype. Its Dynamic Tanh comes after PyTorch's add."""
     name = shape.case.name
-    if name == "add_dyt":  # its Dynamic Tanh, after PyTorch's add
+    if name == "add_dyt":
         tanh = import_module("liger_kernel.ops.dyt").LigerDyTFunction.apply
 
         def add_dyt(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, alpha: Tensor, *_: None) -> tuple[Tensor, ...]:
@@ -117,34 +95,18 @@ def liger(shape: Shape) -> Function | None:
             return tanh(r, alpha, weight, bias).to(x.dtype), r
 
         return add_dyt
-    if name == "ln":
-        layer_norm = import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction.apply
-        return lambda x, _, weight, bias, *__: (layer_norm(x, weight, bias, EPS),)
-    if name == "rms":
-        rms_norm = import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
-        # in_place=False: else backward stores dx over the upstream gradient, and the next call is timed on other numbers
-        return lambda x, _, weight, *__: (rms_norm(x, weight, EPS, 0.0, "llama", False),)
-    if name == "add_rms" and shape.residual == "bf16":
-        add_rms = import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction.apply
-        return lambda x, residual, weight, *_: add_rms(x, residual, weight, EPS)
+    if name in ("ln", "rms") or (name == "add_rms" and shape.residual == "bf16"):
+        return site_of(libraries.liger, shape)
     return None
 
 
-def quack(shape: Shape) -> Function | None:
-    """RMSNorm."""
-    norm, case = import_module("quack.rmsnorm").rmsnorm, shape.case
-    if case.name not in ("rms", "add_rms"):
-        return None
-    return lambda x, residual, weight, *_: as_tuple(norm(x, weight, residual=residual, eps=EPS, prenorm=case.add))
-
-
 PROVIDERS: dict[str, Callable[[Shape], Function | None]] = {
-    "ours": ours,
-    "torch": plain_torch,
-    "compile": lambda shape: compiled(plain_torch(shape)),
+    "ours": partial(site_of, fused_site),
+    "torch": partial(site_of, torch_site),
+    "compile": lambda shape: compiled(site_of(torch_site, shape)),
     "flash-attn": flash_attn,
     "liger-kernel": liger,
-    "quack-kernels": quack,
+    "quack-kernels": lambda shape: site_of(libraries.quack, shape) if shape.case.name in ("rms", "add_rms") else None,
 }
 
 
@@ -154,7 +116,13 @@ def load_before(folder: Path) -> str:
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
-    PROVIDERS["before"] = partial(_fused, module)
+
+    def site(inputs: Inputs, affine: Affine, how: How) -> Any:
+        norm = module.rms_norm_fn if how.kind == Norm.rmsnorm else module.layer_norm_fn
+        parameters = {"residual": inputs.residual, "eps": how.eps, "dropout_p": how.dropout, "prenorm": how.prenorm}
+        return norm(inputs.x, affine.weight, affine.bias, **parameters)
+
+    PROVIDERS["before"] = lambda shape: site_of(site, shape) if shape.case.plain else None
     return "before"
 
 

@@ -90,18 +90,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     here = torch.cuda.is_available()
     facts = command.environment(torch.device("cuda", 0) if here else torch.device("cpu"), {})
     folder, git = command.FOLDER / command.slug(facts), facts["git"]
-    done = [record for record in RECORDS if git and is_done(record, folder, git["revision"])]
+    left = [record for record in RECORDS if not (git and is_done(record, folder, git["revision"]))]
     if options.list:
-        rows = [[r.name, f"{r.minutes:g}", "yes" if r in done else "no", f"python {r.words}"] for r in RECORDS]
+        rows = [[r.name, f"{r.minutes:g}", "no" if r in left else "yes", f"python {r.words}"] for r in RECORDS]
         print(aligned(["record", "minutes", "done", "command"], rows))
-        print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {sum(r.minutes for r in RECORDS if r not in done):g} left")
+        print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {sum(r.minutes for r in left):g} left")
         return
     if not here:
         parser.error("there is no GPU here; --list shows what would run")
     if git is None or git["dirty"]:
         parser.error("a record is of one revision: commit the code, or set GIT_REVISION where git knows none")
     failed = []
-    for record in [by_name[name] for name in options.names] or [record for record in RECORDS if record not in done]:
+    for record in [by_name[name] for name in options.names] or left:
         print(f"{record.name}: python {record.words}", flush=True)
         began, code = time.monotonic(), run(record, folder)
         print(f"{record.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit code {code}", flush=True)
@@ -113,12 +113,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def is_done(record: Record, folder: Path, revision: str) -> bool:
     """Whether the record is there, of this revision and by this command, and whole."""
-    try:
-        found = json.loads(record.path(folder).read_text(encoding="utf-8"))
-        same = found["command"] == f"python {record.words}" and found["environment"]["git"]["revision"] == revision
-        return bool(same and not found.get("unfinished"))
-    except (OSError, ValueError, KeyError, TypeError):
+    path = record.path(folder)
+    if not path.exists():
         return False
+    found = json.loads(path.read_text(encoding="utf-8"))
+    by_command = found["command"] == f"python {record.words}" and not found.get("unfinished")
+    return by_command and found["environment"]["git"]["revision"] == revision
 
 
 def run(record: Record, folder: Path) -> int:

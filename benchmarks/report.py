@@ -1,6 +1,5 @@
 """Tables of records with shares of copy bandwidth, and the picture of the norms."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from measure.plots import ARMS, DPI, GREY, bare, finish, legend_below, pyplot
 from measure.tables import NOTHING, aligned, compact_markdown, machine
 
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
-    "rotary": "rotary", "rms_rotary": "RMS+rotary", "ln_rotary": "LN+rotary",
-    "softmax": "softmax", "log_softmax": "log-softmax", "cross_entropy": "cross-entropy",
+    "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy"
 }  # fmt: skip
+UNTOLD = ("asked_rows", "bytes", "copy_gb_per_s", "p10", "p90", "gb_per_s", "sets")  # on a terminal
 File = dict[str, Any]  # of results
 Size = tuple[int, ...]
 
@@ -33,10 +32,6 @@ def size_label(size: Size) -> str:
     return " × ".join(map(str, size)) + (f", {model}" if model else "")
 
 
-def short(provider: str) -> str:
-    return {"flash-attn": "flash", "liger-kernel": "liger", "quack-kernels": "quack"}.get(provider, provider)
-
-
 def percent(record: Record | None) -> str:
     """Of copy bandwidth."""
     if record is None:
@@ -47,42 +42,26 @@ def percent(record: Record | None) -> str:
 # ---- for a terminal ---------------------------------------------------------------------------------------------------------
 
 
-def cell_label(record: Record) -> str:
-    """What is measured, in words."""
-    words = [LABELS[record["case"]], record.get("direction")]
-    words += [f"{record[name]} {what}" for name, what in (("residual_dtype", "stream"), ("weight_dtype", "weights"))
-              if record.get(name)]  # fmt: skip
-    size = size_label(size_of(record)) if "heads" in record else record["N"]
-    return ", ".join(filter(None, [*words, record.get("dtype"), f"{record['M']} × {size}"]))
-
-
-def text(records: Iterable[Record]) -> str:
-    """A line for each record. Its time over ours of the same round has a 95 % interval."""
-    rows = []
-    for record in records:
-        us, said = NOTHING if record["us"] is None else f"{record['us']:.1f}", record.get("error") or NOTHING
-        if "times_ours" in record:
-            said = f"{record['times_ours']:.3f}"
-            said += " ({:.3f} to {:.3f})".format(*record["times_ours_95"]) if "times_ours_95" in record else ""
-        if record.get("waits"):
-            said += "; each call waits for the device"
-        rows.append([cell_label(record), record["provider"], us, percent(record), said])
-    return aligned(("", "provider", "µs", "% of copy bandwidth", "its time / ours"), rows, left=2)
+def text(records: Sequence[Record]) -> str:
+    """A line for each record, a column for each field that a reader compares."""
+    names = list(dict.fromkeys(name for record in records for name in record if name not in UNTOLD))
+    rows = [[str(record.get(name, NOTHING)) for name in names] for record in records]
+    return aligned(names, rows)
 
 
 # ---- for the pages ----------------------------------------------------------------------------------------------------------
 
 
-def of_pages(file: File, stream: str = "fp32") -> list[Record]:
-    """Its records; of those with a stream the ones with this dtype of it."""
-    return [record for record in file["records"] if record.get("residual_dtype") in (None, stream)]
+def of_pages(file: File) -> list[Record]:
+    """Its records; of those with a residual stream the ones that keep it in fp32."""
+    return [record for record in file["records"] if record.get("residual_dtype") in (None, "fp32")]
 
 
 def markdown(file: File) -> str:
     """Ours and the best peer: a table for each direction, a row for each size, a column for each case."""
-    records, parts = of_pages(file), []
+    parts = []
     for direction in (*DIRECTIONS, BOTH):
-        of = [record for record in records if record["direction"] == direction]
+        of = [record for record in of_pages(file) if record["direction"] == direction]
         sizes = sorted({size_of(record) for record in of})
         if sizes:
             words = {BOTH: "forward and backward"}.get(direction, direction)
@@ -99,25 +78,26 @@ def by_width(file: File, widths: Sequence[str]) -> str:
     return _table(of_pages(file), "hidden size", columns, [(int(width),) for width in widths])
 
 
-def _table(records: Iterable[Record], corner: str, columns: Mapping[str, tuple[str, str]], sizes: Iterable[Size]) -> str:
+def _table(records: Sequence[Record], corner: str, columns: Mapping[str, tuple[str, str]], sizes: Iterable[Size]) -> str:
     """columns: case and direction, by their heading."""
-    found: dict[Any, dict[str, Record]] = defaultdict(dict)
-    for record in records:
-        found[record["case"], record["direction"], size_of(record)][record["provider"]] = record
-    rows = [[size_label(size), *(_cell(found[(*column, size)]) for column in columns.values())] for size in sizes]
+    rows = []
+    for size in sizes:
+        of = [record for record in records if size_of(record) == size]
+        cells = [[r for r in of if (r["case"], r["direction"]) == column] for column in columns.values()]
+        rows.append([size_label(size), *map(_cell, cells)])
     return compact_markdown([corner, *columns], rows)
 
 
-def _cell(found: Mapping[str, Record]) -> str:
+def _cell(records: Sequence[Record]) -> str:
     """Ours first, bold where the best peer is slower by more than chance (95 %), italic where faster; then that peer."""
-    ours = percent(found.get("ours"))
-    peers = [r for name, r in found.items() if name in PROVIDERS and name != "ours" and r.get("us") is not None]
+    ours = percent(next((r for r in records if r["provider"] == "ours"), None))
+    peers = [r for r in records if r["provider"] in PROVIDERS and r["provider"] != "ours" and r.get("us") is not None]
     if not peers:
         return ours
     peer = min(peers, key=lambda record: record["us"])
-    low, high = peer.get("times_ours_95") or (1.0, 1.0)  # none where not measured in one run, or in few rounds
+    low, high = peer.get("times_ours_95") or (1.0, 1.0)  # none of few rounds
     mark = "**" if low > 1.0 else "*" if high < 1.0 else ""
-    return f"{mark}{ours}{mark} / {percent(peer)} {short(peer['provider'])}"
+    return f"{mark}{ours}{mark} / {percent(peer)} {peer['provider'].partition('-')[0]}"
 
 
 # ---- the picture ------------------------------------------------------------------------------------------------------------

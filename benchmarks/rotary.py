@@ -14,17 +14,18 @@ from importlib import import_module
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import bandwidth, command
 from benchmarks.bandwidth import Task
-from benchmarks.cases import DIRECTIONS, FORWARD, Function, TensorSet
-from benchmarks.providers import compiled
-from ops import rotary_qkv_fn
+from benchmarks.cases import BACKWARD, FORWARD, Function, TensorSet
+from benchmarks.providers import compiled, how_of
+from model.attention import query_key_site, rotary_table
+from model.norm import Affine
+from ops import Norm, rotary_qkv_fn
 
 EPS, BASE, CONTEXT, SEQUENCES = 1e-6, 10000.0, 1024, 32
-NORMS = {"rotary": None, "rms_rotary": "rmsnorm", "ln_rotary": "layernorm"}  # of queries and keys, by case
+CASES = {"rotary": False, "rms_rotary": True}  # whether queries and keys have an RMSNorm
 
 
 class Shape(NamedTuple):
@@ -36,113 +37,92 @@ class Shape(NamedTuple):
 SHAPES = [Shape(12, 12, 64), Shape(16, 16, 128), Shape(32, 8, 128), Shape(8, 4, 256), Shape(12, 12, 80), Shape(12, 12, 96)]
 
 
-def make_inputs(case: str, shape: Shape, tokens: int, sets: int, device: torch.device) -> list[TensorSet]:
-    """Arguments: qkv [B, T, (heads + 2·kv_heads)·D] bf16; cos, sin [T, D/2]; weight and bias of queries, of keys [D] fp32."""
+def make_inputs(norm: bool, shape: Shape, tokens: int, sets: int, device: torch.device) -> list[TensorSet]:
+    """Arguments: qkv [B, T, (heads + 2·kv_heads)·D] bf16; the weights of queries and of keys [D] fp32."""
     normal = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
     heads, kv_heads, D = shape
     T = min(tokens, CONTEXT)
-    B = tokens // T
-    angles = torch.outer(torch.arange(T, device=device), BASE ** (-torch.arange(0, D, 2, device=device) / D))
-    exist = (NORMS[case] is not None, NORMS[case] == "layernorm") * 2
-    weights = [((i % 2 == 0) + 0.1 * normal(D)).requires_grad_() if there else None for i, there in enumerate(exist)]
-    return [
-        TensorSet(
-            (
-                normal(B, T, (heads + 2 * kv_heads) * D, dtype=torch.bfloat16).requires_grad_(),
-                angles.cos(),
-                angles.sin(),
-                *weights,
-            ),
-            tuple(normal(B, T, n, D, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)),
-        )
-        for _ in range(sets)
-    ]
+    weights = [(1 + 0.1 * normal(D)).requires_grad_() if norm else None for _ in range(2)]
+    found = []
+    for _ in range(sets):
+        qkv = normal(tokens // T, T, (heads + 2 * kv_heads) * D, dtype=torch.bfloat16).requires_grad_()
+        upstream = tuple(normal(tokens // T, T, n, D, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
+        found.append(TensorSet((qkv, *weights), upstream))
+    return found
 
 
-def minimum_bytes(case: str, direction: str, shape: Shape, tokens: int) -> int:
+def minimum_bytes(norm: bool, shape: Shape, tokens: int) -> dict[str, int]:
     """Each large tensor once, in bf16: forward q and k are read and written; backward reads their gradients, with a norm q and
     k again, and the gradient of v, and writes the packed gradient. Tables and weights, which stay in cache, are not counted."""
     heads, kv_heads, D = shape
-    if direction == FORWARD:
-        return tokens * (heads + kv_heads) * D * 4
-    return tokens * D * ((heads + kv_heads) * (4 if NORMS[case] is None else 6) + kv_heads * 4)
+    backward = (heads + kv_heads) * (6 if norm else 4) + kv_heads * 4
+    return {FORWARD: tokens * D * (heads + kv_heads) * 4, BACKWARD: tokens * D * backward}
 
 
-def ours(case: str, shape: Shape) -> Function:
-    def function(qkv: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        q_weight, q_bias, k_weight, k_bias = weights
-        return rotary_qkv_fn(
-            qkv, cos, sin, shape.heads, shape.kv_heads, norm=NORMS[case], eps=EPS,
-            q_weight=q_weight, q_bias=q_bias, k_weight=k_weight, k_bias=k_bias,
-        )  # fmt: skip
+def ours(norm: bool, shape: Shape, table: Tensor) -> Function:
+    cos, sin = table
+    kind = "rmsnorm" if norm else None
+    return lambda qkv, q_weight, k_weight: rotary_qkv_fn(
+        qkv, cos, sin, shape.heads, shape.kv_heads, norm=kind, eps=EPS, q_weight=q_weight, k_weight=k_weight
+    )
+
+
+def plain_torch(norm: bool, shape: Shape, table: Tensor, dtype: torch.dtype = torch.bfloat16) -> Function:
+    """In PyTorch's operators, by model/attention.py: rounded to dtype behind the norm and behind the turn."""
+    how = how_of(Norm.rmsnorm, dtype, EPS)
+
+    def function(qkv: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
+        norms = tuple((Affine(weight, *[None] * 7), how) for weight in weights) if norm else ()
+        return query_key_site(qkv, table, shape.heads, shape.kv_heads, norms)
 
     return function
 
 
-def plain_torch(case: str, shape: Shape) -> Function:
-    """The norm in fp32 and the turn in fp32 with one rounding to qkv's dtype after each, as people write them."""
-    norm, (heads, kv_heads, D) = NORMS[case], shape
-
-    def turned(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y = x.to(cos.dtype)
-        if norm is not None:
-            y = F.rms_norm(y, (D,), weight, EPS) if norm == "rmsnorm" else F.layer_norm(y, (D,), weight, bias, EPS)
-            y = y.to(x.dtype).to(cos.dtype)
-        a, b = y.chunk(2, dim=-1)
-        cos, sin = cos[:, None], sin[:, None]
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
-
-    def expression(qkv: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=-2)
-        return turned(q, cos, sin, *weights[:2]), turned(k, cos, sin, *weights[2:]), v
-
-    return expression
-
-
-def liger(case: str, shape: Shape) -> Function | None:
+def liger(norm: bool, shape: Shape, table: Tensor) -> Function | None:
     """Its Triton kernel of the turn alone. It writes in place, in backward over the upstream gradients, whose norm it keeps."""
-    if NORMS[case] is not None:
+    if norm:
         return None
     turn = import_module("liger_kernel.ops.rope").LigerRopeFunction.apply
     heads, kv_heads, D = shape
 
-    def function(qkv: Tensor, cos: Tensor, sin: Tensor, *_: None) -> tuple[Tensor, ...]:
+    def function(qkv: Tensor, *_: None) -> tuple[Tensor, ...]:
         q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=-2)
-        cos, sin = (torch.cat((t, t), dim=-1)[None].to(qkv.dtype) for t in (cos, sin))
+        cos, sin = (torch.cat((t, t), dim=-1)[None].to(qkv.dtype) for t in table)
         q, k = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v
 
     return function
 
 
-PROVIDERS: dict[str, Callable[[str, Shape], Function | None]] = {
+PROVIDERS: dict[str, Callable[[bool, Shape, Tensor], Function | None]] = {
     "ours": ours,
     "torch": plain_torch,
-    "compile": lambda case, shape: compiled(plain_torch(case, shape)),
+    "compile": lambda *of: compiled(plain_torch(*of)),
     "liger-kernel": liger,
 }
 
 
-def task(case: str, shape: Shape, tokens: int) -> Task:
-    exact = plain_torch(case, shape)
+def task(case: str, shape: Shape, tokens: int, device: torch.device) -> Task:
+    norm, table = CASES[case], rotary_table(min(tokens, CONTEXT), shape.D, BASE).to(device)
+    exact = plain_torch(norm, shape, table, torch.float64)
     return Task(
         {"case": case, "M": tokens, **shape._asdict()},
-        bytes={direction: minimum_bytes(case, direction, shape, tokens) for direction in DIRECTIONS},
-        make=lambda provider: PROVIDERS[provider](case, shape),
-        inputs=partial(make_inputs, case, shape, tokens),
+        bytes=minimum_bytes(norm, shape, tokens),
+        make=lambda provider: PROVIDERS[provider](norm, shape, table),
+        inputs=partial(make_inputs, norm, shape, tokens),
         reference=lambda _, *args: exact(*args),
         checked=1,  # sequence
     )
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    return command.parse(bandwidth.parser("rotary", __doc__.splitlines()[0], NORMS, PROVIDERS), argv)
+    return command.parse(bandwidth.parser("rotary", __doc__, CASES, PROVIDERS), argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     tokens = command.rows_on(options.device, SEQUENCES * CONTEXT)
-    tasks = [task(case, shape, tokens) for case in options.case or NORMS for shape in SHAPES]
+    tasks = [task(case, shape, tokens, options.device) for case in options.case or CASES for shape in SHAPES]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 
 

@@ -9,27 +9,24 @@ A tensor has 2^26 elements. `compile` is torch.compile of PyTorch's operations.
 import argparse
 from collections.abc import Sequence
 
-from benchmarks import bandwidth, command
+from benchmarks import bandwidth, command, norms
 from benchmarks.cases import SITES, Shape
-from benchmarks.norms import add_shape_options, task
 
 WIDTHS, ELEMENTS = (768, 1152, 2304, 3584, 4608, 5376), 2**26
 PROVIDERS = ("ours", "torch", "compile", "liger-kernel")
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bandwidth.parser("sites", __doc__.splitlines()[0], SITES, PROVIDERS)
-    add_shape_options(parser, WIDTHS)
-    return command.parse(parser, argv)
+    return command.parse(bandwidth.parser("sites", __doc__, SITES, PROVIDERS, WIDTHS), argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     tasks = [
-        task(Shape(SITES[case], stream, "fp32", command.rows_on(options.device, ELEMENTS // width), width))
+        norms.task(Shape(SITES[case], stream, "fp32", command.rows_on(options.device, ELEMENTS // width), width))
         for case in options.case or SITES
-        for width in options.width or WIDTHS
-        for stream in options.residual or ("bf16", "fp32")
+        for width in options.width
+        for stream in options.residual
     ]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 

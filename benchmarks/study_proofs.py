@@ -1,7 +1,7 @@
 """Whether compare.py finds what is there, and nothing else: real runs of arms whose difference is known.
 
 python -m benchmarks.study_proofs                  planned for 4 minutes on an H100
-python -m benchmarks.study_proofs --device cpu --quick train.steps=20       to try it
+python -m benchmarks.study_proofs --device cpu --studies 2 train.steps=20 model.width=32       to try it
 
 aa         studies of two equal arms that have other seeds: at most a tenth may be called different
 shifted    the same studies, with SHIFT added to each loss of the second arm: the power of a study whose arms share nothing
@@ -11,13 +11,11 @@ handicap   half the width of all norm weights frozen at FROZEN, on the baseline'
 A record is one study: the difference of last losses with its 95 % interval, that of A/A, and whether it was called different.
 """
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -27,7 +25,7 @@ from configs import machine
 from data import load_corpus
 from measure.progress import progress
 from measure.statistics import Interval
-from measure.tables import NOTHING, compact_markdown, interval_text
+from measure.tables import interval_text
 from model import GPT
 from model.norm import NormSite
 from study.analysis import ArmReport, Report, analyse
@@ -37,14 +35,12 @@ from training.step import MixedPrecision
 
 SEEDS = 5  # of a study
 SHIFT, FROZEN = 0.02, 0.5
-FOUND = "found, or the interval says why not"
-SIZES = {  # by --quick: studies, and the keys of all arms
-    False: (20, ["model.layers=4", "model.width=128", "model.context=128", "train.batch_size=32", "train.steps=250"]),
-    True: (2, ["model.layers=2", "model.width=32", "model.context=32", "train.batch_size=8", "train.steps=30"]),
-}
-KEYS = ["experiment=shakespeare_char", "model.heads=4", "model.dropout=0.0", "norm.kind=rmsnorm", "optim.lr=3e-3"]
-KEYS += ["optim.warmup_steps=null", "eval.every=0", "eval.batches=16", "compare.probe_every=0", "compare.timing_cycles=0"]
-KEYS += ["logging.wandb=disabled"]
+KEYS = [
+    *("experiment=shakespeare_char", "model.layers=4", "model.heads=4", "model.width=128", "model.context=128"),
+    *("model.dropout=0.0", "norm.kind=rmsnorm", "train.batch_size=32", "train.steps=250", "optim.lr=3e-3"),
+    *("optim.warmup_steps=null", "eval.every=0", "eval.batches=16", "compare.probe_every=0", "compare.timing_cycles=0"),
+    "logging.wandb=disabled",
+]
 BASE, EQUAL, HANDICAP = "baseline", "another eps", "handicap"
 
 
@@ -98,42 +94,30 @@ def records_of(study: Study, equal: Sequence[Result], known: Found, studies: int
     return [*made, *(record(p, 0, a, report) for p, a in zip(("planted", "handicap"), report.arms[1:], strict=True))]
 
 
-def markdown(file: dict[str, Any]) -> str:
-    rows = []
-    for proof, expected in (("aa", "at most a tenth"), ("shifted", FOUND), ("planted", FOUND), ("handicap", FOUND)):
-        of = [one for one in file["records"] if one["proof"] == proof]
-        difference = interval_text(Interval(**of[0]["difference"]), 4) if len(of) == 1 else NOTHING
-        half = fmean((one["difference"]["high"] - one["difference"]["low"]) / 2 for one in of)
-        rows.append([proof, f"{sum(one['different'] for one in of)} of {len(of)}", expected, difference, f"{half:.4f}"])
-    return compact_markdown(["proof", "called different", "expected", "difference (95 %)", "± mean"], rows)
-
-
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser("study_proofs", __doc__.splitlines()[0])
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of all runs, as train.py takes them")
-    return command.parse(parser, argv)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(argv)
-    studies, sizes = SIZES[options.quick]
-    results = command.open_results(options, [])
-    seeds = list(range(1, SEEDS + 1))
-    study = study_of([*KEYS, *sizes, f"device={options.device.type}", *options.keys])
-    arm = study.arms[0]
-    other = study_of([*KEYS, *sizes, f"device={options.device.type}", "norm.eps=1.01e-5", *options.keys]).arms[0]
+    parser = command.parser("study_proofs", __doc__)
+    parser.add_argument("--studies", type=command.positive, default=20, help="of equal arms (%(default)s)")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of all runs, as train.py takes them")
+    options = command.parse(parser, argv)
+    results = command.open_results(options)
+    keys = [*KEYS, f"device={options.device.type}", *options.keys]
+    study = study_of(keys)
+    (arm,), (other,) = study.arms, study_of([*keys, "norm.eps=1.01e-5"]).arms
     arms = [Arm(BASE, arm.cfg), Arm(EQUAL, other.cfg), Arm(HANDICAP, arm.cfg, half_frozen)]
-    known = Study(arms, study.rates, seeds, {})
+    known = Study(arms, study.rates, list(range(1, SEEDS + 1)), {})
     # Half of them are the A/A runs, which have as many other seeds.
-    equal = Study(arms[:1], study.rates, list(range(1, (3 * SEEDS * studies + 1) // 2 + 1)), {})
+    equal = Study(arms[:1], study.rates, list(range(1, (3 * SEEDS * options.studies + 1) // 2 + 1)), {})
 
     precision = MixedPrecision.of(arm.cfg.train.precision, machine.inspect(arm.cfg.device))
     corpus = load_corpus(arm.cfg.data, arm.cfg.tokenizer, context=arm.cfg.model.context)
     with tempfile.TemporaryDirectory() as folder, progress(2 * len(equal.seeds) + 4 * SEEDS, "study_proofs", "run") as bar:
         runs = train_all(equal, precision, corpus, Path(folder) / "equal.jsonl", bar.update).results
         found = train_all(known, precision, corpus, Path(folder) / "known.jsonl", bar.update)
-    results.add(records_of(known, runs, found, studies))
-    print(markdown({"records": results.finish()}))
+    results.add(records_of(known, runs, found, options.studies))
+    for proof, of in groupby(results.finish(), lambda one: one["proof"]):
+        proofs = list(of)
+        last = interval_text(Interval(**proofs[-1]["difference"]), 4)
+        print(f"{proof}: {sum(one['different'] for one in proofs)} of {len(proofs)} called different, the last {last}")
 
 
 if __name__ == "__main__":

@@ -28,18 +28,13 @@ def check(shape, function):
     "case, direction, stream, per_element",
     [
         ("ln", FORWARD, None, 4),
-        ("ln", BACKWARD, None, 6),
         ("add_rms", FORWARD, "bf16", 8),
         ("dropout_add_ln", FORWARD, "fp32", 12),
         ("dropout_add_ln", BACKWARD, "bf16", 5 * 2),
-        ("norm_add_norm", FORWARD, "fp32", 12),
-        ("norm_add_norm", BACKWARD, "bf16", 12),
         ("norm_add_norm", BACKWARD, "fp32", 18),
+        ("ln", BACKWARD, None, 6),
         ("norm_add", FORWARD, "bf16", 6),  # y is r
         ("norm_add", BACKWARD, "bf16", 6),
-        ("norm_add", FORWARD, "fp32", 12),
-        ("norm_add", BACKWARD, "fp32", 14),
-        ("add_dyt", BACKWARD, "fp32", 16),
         ("add_rms", BACKWARD, "fp32", 16),  # dx is not the gradient of the residual where the dtypes differ
     ],
 )
@@ -70,12 +65,10 @@ def backward_of(function, change):
     [
         ("add_ln", lambda f: lambda *args: (f(*args)[0] * 1.05, f(*args)[1]), "output 0 is off"),
         ("add_ln", lambda f: lambda *args: (f(*args)[0].float(), f(*args)[1]), "torch.float32.*, expected"),
-        ("add_ln", lambda f: lambda x, r, *of: f(x, 0 * r, *of), "output 0 is off"),
         ("dropout_add_ln", lambda f: lambda x, r, *of: f(x, 0 * r, *of), "was dropped"),
         ("dropout_add_rms", lambda f: lambda *args: PROVIDERS["torch"](shape_of("add_rms"))(*args), "0.000 of x was dropped"),
         ("dropout_norm_add", lambda f: backward_of(f, lambda g: g.roll(1, 0)), "gradient 0 is off"),
         ("add_rms", lambda f: lambda x, r, w, *of: f(x, r, w.detach(), *of), "gradient 2, .* is missing"),
-        ("norm_add_norm", lambda f: lambda *args: PROVIDERS["torch"](shape_of("add_rms"))(*args), "output 0 is off"),
     ],
 )
 def test_wrong_results_are_refused(case, change, message):

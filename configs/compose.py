@@ -57,10 +57,6 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
         if text.encode(errors="replace").decode() != text:
             raise ConfigError(f"{text!r}: is not UTF-8 text.")
-        if text.lstrip("+").startswith(("hydra.", "hydra/")):
-            raise ConfigError(
-                f"{text}: Hydra only composes configs here, and the folder of a run has one name. Use folder=PATH."
-            )
     with _explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     for one in parsed:
@@ -139,15 +135,13 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:
     """The plain config of an older run under the keys of this version."""
-    data, train = given.get("data"), given.get("train")
-    if isinstance(data, dict):
-        given = {**given, "data": {key: value for key, value in data.items() if key != "processes"}}
-    if "background" in (saved := given.get("checkpoint") or {}):
-        given = {**given, "checkpoint": {key: value for key, value in saved.items() if key != "background"}}
-    if isinstance(train, dict) and "compile_loss" in train:
-        given = {**given, "train": {key: value for key, value in train.items() if key != "compile_loss"}}
-        if train["compile_loss"] is not None:
-            given["loss"] = {"impl": "compiled" if train["compile_loss"] else "torch", **given.get("loss", {})}
+    gone = {}
+    for section, key in (("data", "processes"), ("checkpoint", "background"), ("train", "compile_loss")):
+        if isinstance(keys_of := given.get(section), dict) and key in keys_of:
+            gone[key] = keys_of[key]
+            given = {**given, section: {name: value for name, value in keys_of.items() if name != key}}
+    if (compiled := gone.get("compile_loss")) is not None:
+        given["loss"] = {"impl": "compiled" if compiled else "torch", **given.get("loss", {})}
     return given
 
 

@@ -105,9 +105,8 @@ def _out_of_range(cfg: Config) -> Iterator[str]:
         if isinstance(value, float) and not isfinite(value):
             yield f"{name}={value}: must be finite."
         elif value is not None and not all(holds[word](value, limit) for word, limit in limits.items()):
-            yield f"{name}={value}: must be {' and '.join(f'{word} {limit}' for word, limit in limits.items())}.".replace(
-                "_", " "
-            )
+            bounds = " and ".join(f"{word.replace('_', ' ')} {limit}" for word, limit in limits.items())
+            yield f"{name}={value}: must be {bounds}."
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:

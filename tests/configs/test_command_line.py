@@ -71,7 +71,7 @@ def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder():
     [
         ("-m norm.impl=fused,toch", "expected one of [fused, torch, compiled"),  # before the first starts
         ("-m seed=1,2 model.heads=4,3", "(in the job device=cpu seed=1 model.heads=3)"),
-        ("hydra.run.dir=a folder=b", "hydra.run.dir=a: Hydra only composes configs here"),
+        ("hydra.run.dir=a folder=b", "hydra.run.dir: no such key."),
         ("--cfg job seed=1,2", "To sweep over it, add --multirun"),
         ("--help model=gtp2", "Did you mean gpt2?"),
         ("folder=a\udcff", "is not UTF-8 text."),

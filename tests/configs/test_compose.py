@@ -73,6 +73,7 @@ def test_the_command_line_wins_over_an_experiment_and_the_experiment_over_its_gr
 def test_a_stored_config_takes_overrides_of_keys_and_defaults_for_new_keys(plain):
     older = {**plain, "norm": {"kind": "rmsnorm"}, "data": {**plain["data"], "processes": 4}}
     older["train"] = {**plain["train"], "compile_loss": False}
+    older["checkpoint"] = {**plain["checkpoint"], "background": True}
     del older["loss"]
     cfg = configs.from_dict(older, ["train.steps=9", "norm.impl=torch", 'folder="~/a b"'])
     assert (cfg.norm.kind, cfg.norm.dropout_masks, cfg.train.steps, cfg.norm.impl) == ("rmsnorm", "native", 9, "torch")

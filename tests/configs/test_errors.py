@@ -38,6 +38,7 @@ norm.alpha=1                    norm.alpha is read only with norm.kind=dyt or de
 model.qk_norm_kind=rmsnorm      model.qk_norm_kind is read only with model.qk_norm=true; here model.qk_norm=false.
 norm.impl=liger norm.kind=dyt   norm.impl=liger has no norm.kind=dyt here, but norm.kind=layernorm or rmsnorm.
 model.dropout=1                 model.dropout=1.0: must be at least 0 and below 1.
+tokenizer.vocab_size=5          tokenizer.vocab_size=5: must be at least 257.
 optim.warmup_steps=20 train.steps=10                          optim.warmup_steps=20 is more than train.steps=10
 optim.min_lr=1                  optim.min_lr=1 is more than optim.lr=0.001
 train.compile_mode=fast         Use default, reduce-overhead,

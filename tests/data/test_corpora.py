@@ -209,9 +209,3 @@ def test_a_split_shorter_than_a_context_is_refused_with_its_length(text_config, 
         path.write_text("")
     with pytest.raises(ValueError, match=r"data\.name=notes: the training split has 0 tokens"):
         load(text_config, BPE)
-
-
-def test_a_tokenizer_that_is_not_there_is_refused_before_documents_are_read(text_config, monkeypatch):
-    monkeypatch.setattr(data.corpora, "split_documents", lambda *args: pytest.fail("read the documents first"))
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.pretrained=owner/name"):
-        load(text_config, TokenizerConfig(kind=TokenizerKind.pretrained, pretrained="owner/name"))

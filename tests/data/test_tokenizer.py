@@ -1,4 +1,3 @@
-import huggingface_hub
 import pytest
 import tokenizers
 from hypothesis import given
@@ -81,13 +80,3 @@ def test_a_document_cut_in_pieces_has_the_tokens_of_the_whole():
 def test_a_tokenizer_that_is_not_there_is_named_with_what_to_do(name, message):
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         pretrained_tokenizer(name)
-
-
-def test_what_the_hub_has_given_before_is_used_without_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    cached = tmp_path / "models--owner--cached"  # as a download leaves it
-    for name in ("refs", "snapshots/0123"):
-        (cached / name).mkdir(parents=True)
-    (cached / "refs/main").write_text("0123")
-    char_tokenizer("abc").save(cached / "snapshots/0123/tokenizer.json")
-    assert pretrained_tokenizer("owner/cached").vocab_size == 4

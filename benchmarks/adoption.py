@@ -9,6 +9,7 @@ so that the gain of prenorm's or Liger's loss is seen by itself. An arm whose fi
 model is an error, as is one whose library can't be imported.
 """
 
+import argparse
 import copy
 from collections.abc import Sequence
 from functools import partial
@@ -90,13 +91,17 @@ class Arm:
         return found
 
 
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.parser("adoption", __doc__, rounds=LEAST_SAMPLES)
+    parser.add_argument("--model", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="(all)")
+    return command.parse(parser, argv)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command.parser("adoption", __doc__.splitlines()[0], rounds=(LEAST_SAMPLES, LEAST_SAMPLES))
-    parser.add_argument("--model", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="(all; Llama with --quick)")
-    options = command.parse(parser, argv)
+    options = options_of(argv)
     libraries = [name for name in ("transformers", "liger-kernel") if find_spec(name.replace("-", "_"))]
     results = command.open_results(options, (), {name: version(name) for name in libraries})
-    for kind in options.model[: 1 if options.quick else None]:
+    for kind in options.model:
         results.add(records := measure(kind, options.device, options.rounds))
         print(f"\n{summary(records)}", flush=True)
     results.finish()

@@ -2,8 +2,8 @@
 
 python -m benchmarks.host
 
-`ours` is `rms_norm_fn`, `torch` PyTorch's two operators; `compile` and `ours-compiled` are torch.compile of these. The libraries
-are called as the model calls them.
+`ours` is `rms_norm_fn`, and `torch` is PyTorch's two operators; `compile` and `ours-compiled` are torch.compile of these. The
+libraries are called as the model calls them.
 """
 
 import argparse
@@ -30,11 +30,11 @@ FORWARD, WHOLE = DIRECTIONS = ("forward", "forward+backward")
 BATCH = 20
 
 
-def ours(x: Tensor, residual: Tensor, weight: Tensor, *_: None) -> tuple[Tensor, ...]:
-    return rms_norm_fn(x, weight, None, residual=residual, prenorm=True, eps=EPS)  # type: ignore[return-value]  # no masks
+def ours(x: Tensor, residual: Tensor, weight: Tensor, *_: Any) -> Any:
+    return rms_norm_fn(x, weight, None, residual=residual, prenorm=True, eps=EPS)
 
 
-def plain(x: Tensor, residual: Tensor, weight: Tensor, *_: None) -> tuple[Tensor, ...]:
+def plain(x: Tensor, residual: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     r = residual + x
     return F.rms_norm(r, weight.shape, weight, EPS), r
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device, names = options.device, command.importable(options.provider, PROVIDERS)
     results = command.open_results(options, names)
     with timing.side_stream(device):
-        own = {"ours": ours, "torch": plain, "compile": compiled(plain)}
+        own: dict[str, Function] = {"ours": ours, "torch": plain, "compile": compiled(plain)}
         functions = {name: function for name in names if (function := own.get(name) or PROVIDERS[name](SHAPE)) is not None}
         if "ours" in functions:
             functions["ours-compiled"] = compiled(ours)

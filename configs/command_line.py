@@ -91,10 +91,9 @@ def now() -> str:
 
 def help_text(cfg: Config) -> str:
     """What --help prints, with the values of this config."""
-    options = {group: ", ".join(sorted(path.stem for path in (keys.FOLDER / group).glob("*.yaml"))) for group in keys.GROUPS}
-    groups = "\n".join(f"{group}: {names}" for group, names in options.items())
-    text = (keys.FOLDER / "help.txt").read_text(encoding="utf-8")
-    return text.replace("{groups}", groups + "\n").replace("{keys}", describe_keys(cfg))
+    options = {group: sorted(path.stem for path in (keys.FOLDER / group).glob("*.yaml")) for group in keys.GROUPS}
+    groups = "".join(f"{group}: {', '.join(names)}\n" for group, names in options.items())
+    return (keys.FOLDER / "help.txt").read_text(encoding="utf-8").format(groups=groups, keys=describe_keys(cfg))
 
 
 def describe_keys(config: Config) -> str:

@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -15,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import keys, machine, rules
@@ -47,36 +48,26 @@ def composed(overrides: Sequence[str]) -> tuple[Config, str]:
     parse(overrides)
     with _explained(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
         found = hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
-        own = OmegaConf.masked_copy(found, [str(key) for key in found if key != "hydra"])
-        plain: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True, enum_to_str=True)
-    return from_dict(plain), str(found.hydra.runtime.choices.get("model"))
+        model = str(found.hydra.runtime.choices.get("model"))
+        with open_dict(found):
+            del found["hydra"]
+        return _finished(found), model
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, as Hydra reads them. Raises ConfigError for what would silently mean something else."""
-    for text in overrides:
-        if text.encode(errors="replace").decode() != text:
-            raise ConfigError(f"{text!r}: is not UTF-8 text.")
+    """The overrides, as Hydra reads them. Raises ConfigError for an unknown key, and for a number, true or None as a text:
+    Hydra would make 20240105 of 2024_01_05, and a name of None."""
     with _explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     for one in parsed:
-        name = one.key_or_group
-        if name in keys.schema():
-            _check_text(one, keys.schema()[name].type)
-        elif name not in keys.GROUPS:
+        name, value = one.key_or_group, one.value()  # each value of a sweep is parsed again, as one of its run
+        if name not in [*keys.schema(), *keys.GROUPS]:
             raise keys.unknown_key(name)
+        is_text = name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None)
+        numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
+        if is_text and (numbers or str(one.input_line).endswith("=None")):
+            raise ConfigError(f"""{one.input_line}: is text, which needs quotes here: '{name}="TEXT"'. Or write {name}=null.""")
     return parsed
-
-
-def _check_text(one: Override, kind: Any) -> None:
-    """Refuses numbers, true and None for text: Hydra would make 20240105 of 2024_01_05, and a name of None."""
-    if kind not in (str, str | None, list[str], list[str] | None):
-        return
-    values = list(one.sweep_iterator()) if one.is_discrete_sweep() else [one.value()]
-    values = [each for value in values for each in (value if isinstance(value, list) else [value])]
-    if any(isinstance(value, bool | int | float) for value in values) or str(one.input_line).endswith("=None"):
-        key = one.key_or_group
-        raise ConfigError(f"""{one.input_line}: is text, which needs quotes here: '{key}="TEXT"'. For none write {key}=null.""")
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -91,9 +82,8 @@ def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
 
 
 def as_typed(key: str, text: str) -> str:
-    """`key=text` as a user types it, with Hydra's quotes and the shell's quotes where they are needed."""
-    plain = re.fullmatch(r"[A-Za-z0-9_./+-]+", text) and text != "None"
-    if not plain or OverridesParser.create().parse_override(f"{key}={text}").value() != text:
+    """`key=text` as a user types it. A text that is no plain path gets Hydra's quotes, and the shell's around them."""
+    if not re.fullmatch(r"[\w.+-]*/[\w./+-]*", text, re.ASCII):
         text = '"' + _literal(text).replace('"', r"\"") + '"'
     return shlex.quote(f"{key}={text}")
 
@@ -123,24 +113,28 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
         config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
         for one in parsed:
             OmegaConf.update(config, one.key_or_group, one.value())
-        cfg = OmegaConf.to_object(config)
+        return _finished(config)
+
+
+def _finished(config: DictConfig) -> Config:
+    """The config with the values that follow from others, which the config.yaml of a run then has."""
+    cfg = OmegaConf.to_object(config)
     assert isinstance(cfg, Config)
     if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
     cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
     cfg.resume = str(machine.expanded(cfg.resume))
-    cfg.data.name = cfg.data.called  # the config.yaml of a run then has the name
+    cfg.data.name = cfg.data.called
     return cfg
 
 
 def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:
     """The plain config of an older run under the keys of this version."""
-    gone = {}
-    for section, key in (("data", "processes"), ("checkpoint", "background"), ("train", "compile_loss")):
-        if isinstance(keys_of := given.get(section), dict) and key in keys_of:
-            gone[key] = keys_of[key]
-            given = {**given, section: {name: value for name, value in keys_of.items() if name != key}}
-    if (compiled := gone.get("compile_loss")) is not None:
+    given = deepcopy(given)
+    given.get("data", {}).pop("processes", None)
+    given.get("checkpoint", {}).pop("background", None)
+    compiled = given.get("train", {}).pop("compile_loss", None)
+    if compiled is not None:
         given["loss"] = {"impl": "compiled" if compiled else "torch", **given.get("loss", {})}
     return given
 
@@ -181,9 +175,7 @@ def _explained() -> Iterator[None]:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         near = keys.did_you_mean(option, options := error.options or [])
         raise ConfigError(f"{group}={option}: no such option.{near} Options of {group}: {', '.join(options)}.") from error
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-        if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
-            raise ConfigError(str(error)) from error
-        escape = r" For a $ and a brace as text, type \${." if "nterpolation" in str(cause) else ""
-        raise ConfigError(f"{cause.full_key}: {str(cause).splitlines()[0].rstrip('.')}.{escape}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+        key = getattr(cause, "full_key", None)
+        raise ConfigError(f"{key}: {str(cause).splitlines()[0].rstrip('.')}." if key else str(error)) from error

@@ -14,8 +14,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-MOST_EPOCHS = 100  # in a batch: more are a mistake, and drawing them all would take hours
-
 
 class Batches:
     """Training batches: `inputs, targets = batches[step]`, two int64 CPU tensors of shape [batch_size // ranks, context].
@@ -35,11 +33,6 @@ class Batches:
         # Every epoch has the same number of windows, so that the epoch of a step is a division. One context is left for
         # the offset, if the corpus is long enough.
         self.windows = max(1, (targets - context + 1) // context)
-        if batch_size > MOST_EPOCHS * self.windows:
-            raise ValueError(
-                f"train.batch_size={batch_size}: a step reads the training text {batch_size // self.windows} times: it has "
-                f"{self.windows} windows of model.context={context} tokens. Lower train.batch_size."
-            )
         room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
 
         @lru_cache(maxsize=2)  # a batch may span two epochs

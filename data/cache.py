@@ -9,6 +9,7 @@ Users may share a cache: nobody waits for a lock of another user. If two build t
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import file_digest, sha256
@@ -17,7 +18,6 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from filelock import FileLock
-from tqdm import tqdm
 
 from configs import machine
 
@@ -36,12 +36,13 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
     """
     cache = machine.expanded(cache_dir)
     key = sha256(json.dumps(settings | {"sums": True}, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache / f"{_file_name(name)}-{key}"
+    safe = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "corpus"
+    folder = cache / f"{safe}-{key}"
     try:
         if not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=cache).close()  # FileLock would wait for ever if no file can be made
-            own = f".{key}-{os.getuid() if hasattr(os, 'getuid') else 0}"
+            own = f".{key}-{os.getuid()}"
             with FileLock(cache / f"{own}.lock"):
                 if not folder.is_dir():  # no other process built it while this one waited
                     _build(folder, cache / f"{own}.building", build)
@@ -78,12 +79,9 @@ def _build(folder: Path, building: Path, build: Callable[[Path], None]) -> None:
 def checksums(paths: Sequence[Path]) -> list[str]:
     """SHA-256 of the content of each file, in hexadecimal."""
     found = []
-    total = sum(path.stat().st_size for path in paths)
-    with tqdm(desc="reading files", total=total, unit="B", unit_scale=True, delay=3, leave=False) as bar:
-        for path in paths:
-            with path.open("rb") as file:
-                found.append(file_digest(file, "sha256").hexdigest())
-                bar.update(file.tell())
+    for path in paths:
+        with path.open("rb") as file:
+            found.append(file_digest(file, "sha256").hexdigest())
     return found
 
 
@@ -101,19 +99,11 @@ def verify(folder: Path, parts: Iterable[str] | None = None, largest: float = fl
     path = folder / SUMS
     try:
         sums = {name: digest for digest, name in (line.split("  ") for line in path.read_text(encoding="utf-8").splitlines())}
-        if not sums:
-            raise ValueError("it is empty")
-        paths = [folder / name for name in (sums if parts is None else parts)]
-        read = [path for path in paths if path.stat().st_size <= largest]
-        for path, digest in zip(read, checksums(read), strict=True):
-            if digest != sums.get(path.name):
+        for name in list(sums if parts is None else parts) or [SUMS]:
+            path = folder / name
+            if path.stat().st_size <= largest and checksums([path]) != [sums.get(path.name)]:
                 raise ValueError("it is not as it was written")
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
-        name, what = (error.filename, error.strerror) if isinstance(error, OSError) else (path, error)
-        raise ValueError(f"{name}: {what}") from error
-
-
-def _file_name(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name).lstrip(".") or "corpus"
+        raise ValueError(f"{path}: {getattr(error, 'strerror', error)}") from error

@@ -108,7 +108,7 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
     pretrained = pretrained_tokenizer(str(config.pretrained)) if config.kind == TokenizerKind.pretrained else None
     labelled = split_documents(*documents.open(scratch), data)
     tokenizer = pretrained or _train_tokenizer(config, labelled)
-    tokenizer.save(folder / "tokenizer.json")
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     counts = write_tokens(folder, labelled, tokenizer, dtype)
     shutil.rmtree(scratch)

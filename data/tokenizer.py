@@ -68,10 +68,7 @@ class Tokenizer:
         newline = self.encode("\n")
         if not self.bytes_of[newline].sum():
             names = ", ".join((END_OF_TEXT, *END_OF_TEXT_ELSEWHERE))
-            raise ValueError(
-                f"tokenizer.pretrained: it has no token that could end a document: neither one of {names}, nor one for a "
-                "newline. Use another tokenizer, or add such a token to its tokenizer.json."
-            )
+            raise ValueError(f"tokenizer.pretrained: it has no token that could end a document: {names}, or a newline.")
         return newline
 
     @cached_property
@@ -98,23 +95,17 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-        if self._alphabet is not None:
-            for text, ids in zip(texts, rows, strict=True):
-                if len(ids) != len(text):
-                    unseen = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in sorted(set(text) - self._alphabet)[:5])
-                    raise ValueError(
-                        f"tokenizer.kind=char has no token for {unseen}: its {len(self._alphabet)} characters are those of the "
-                        "corpus. Leave the character out, or use tokenizer.kind=bpe, which encodes any text."
-                    )
+        if self._alphabet is not None and any(len(ids) != len(text) for text, ids in zip(texts, rows, strict=True)):
+            unseen = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in sorted(set().union(*texts) - self._alphabet)[:5])
+            raise ValueError(
+                f"tokenizer.kind=char has no token for {unseen}: the corpus does not have it. Leave the character out, or use "
+                "tokenizer.kind=bpe, which encodes any text."
+            )
         return rows
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids. Bytes that are not valid UTF-8 (a character cut in two) become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the tokenizer.json."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
         """The text of the tokenizer.json."""
@@ -165,9 +156,8 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # the library raises bare Exception, offline and for an unknown name alike
         raise FileNotFoundError(
-            f"tokenizer.pretrained={name} is neither a file here nor a repository with a tokenizer.json that the Hugging Face "
-            f"Hub would give: {str(error).rstrip('.')}. Check the name and the network, or download its tokenizer.json and "
-            "give the path."
+            f"tokenizer.pretrained={name}: is no file, and the Hugging Face Hub gives no tokenizer.json: "
+            f"{str(error).rstrip('.')}. Check the name and the network, or download its tokenizer.json and give the path."
         ) from error
 
 

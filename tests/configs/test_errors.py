@@ -12,19 +12,17 @@ from configs.schema import DeviceKind
 from tests.runs import CPU
 
 # overrides, and a part of the message; {…} in overrides is one override
-COMPOSED = """
+COMPOSED = r"""
 norm.imp=torch                  norm.imp: no such key. Did you mean norm.impl? Keys of norm: norm.impl, norm.kind,
+lr=1                            lr: no such key. Did you mean optim.lr?
 modl=gpt2                       modl: no such key. Did you mean model?
 model=gtp2                      model=gtp2: no such option. Did you mean gpt2? Options of model: gemma, gpt2, gpt2_large,
 optim={lr: 1}                   optim: several keys; set one of them: optim.kind, optim.lr,
-+train.steps=3                  Either remove + prefix: 'train.steps=3'
 folder=~/runs                   quotes for Hydra within quotes for the shell: 'folder="~/runs"'
 norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch, compiled, flash_attn
-train.steps=null                train.steps: field 'train.steps' is not Optional.
-data.files=/a/b.txt             data.files: Invalid value assigned: str is not a ListConfig, list or tuple.
-resume=true                     resume=true: is text, which needs quotes here: 'resume="TEXT"'.
-init_from=None                  For none write init_from=null.
-sample.prompt=${HOME}           Interpolation key 'HOME' not found. For a $ and a brace as text, type \\${.
+folder=2024_01_05               folder=2024_01_05: is text, which needs quotes here: 'folder="TEXT"'.
+init_from=None                  Or write init_from=null.
+sample.prompt=${HOME}           sample.prompt: Interpolation key 'HOME' not found.
 """
 RULES = """
 model.heads=3                   model.heads=3 does not divide model.width=128.

@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import keys, machine, rules
@@ -66,15 +66,17 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         is_text = name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None)
         numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
         if is_text and (numbers or str(one.input_line).endswith("=None")):
-            raise ConfigError(f"""{one.input_line}: is text, which needs quotes here: '{name}="TEXT"'. Or write {name}=null.""")
+            raise ConfigError(
+                f"""{one.input_line}: is text, which needs quotes here, as in '{name}="TEXT"'. null is no text."""
+            )
     return parsed
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
     """The overrides of each run of a sweep, as Hydra will make them: all combinations of the values."""
-    values = []
+    values, parsed = [], parse(overrides)
     with _explained():
-        for one in parse(overrides):
+        for one in parsed:
             swept = one.is_sweep_override()
             key = one.get_key_element()
             values.append([f"{key}={value}" for value in one.sweep_string_iterator()] if swept else [str(one.input_line)])
@@ -116,7 +118,7 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
         return _finished(config)
 
 
-def _finished(config: DictConfig) -> Config:
+def _finished(config: Any) -> Config:
     """The config with the values that follow from others, which the config.yaml of a run then has."""
     cfg = OmegaConf.to_object(config)
     assert isinstance(cfg, Config)
@@ -164,8 +166,6 @@ def _explained() -> Iterator[None]:
     """Raises errors of Hydra and OmegaConf as a ConfigError: their first sentence with the key, or the nearest valid name."""
     try:
         yield
-    except ConfigError:
-        raise
     except OverrideParseException as error:
         raise ConfigError(
             f"{error.override}: Hydra can't read this. Write key=value without dashes, such as train.steps=100. Some values "
@@ -175,7 +175,7 @@ def _explained() -> Iterator[None]:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         near = keys.did_you_mean(option, options := error.options or [])
         raise ConfigError(f"{group}={option}: no such option.{near} Options of {group}: {', '.join(options)}.") from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         key = getattr(cause, "full_key", None)
         raise ConfigError(f"{key}: {str(cause).splitlines()[0].rstrip('.')}." if key else str(error)) from error

@@ -14,6 +14,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+MOST_EPOCHS = 100  # in a batch: more are a mistake, and drawing them all would take hours
+
 
 class Batches:
     """Training batches: `inputs, targets = batches[step]`, two int64 CPU tensors of shape [batch_size // ranks, context].
@@ -33,6 +35,10 @@ class Batches:
         # Every epoch has the same number of windows, so that the epoch of a step is a division. One context is left for
         # the offset, if the corpus is long enough.
         self.windows = max(1, (targets - context + 1) // context)
+        if batch_size > MOST_EPOCHS * self.windows:
+            raise ValueError(
+                f"train.batch_size={batch_size}: the training text has {self.windows} windows. Use a smaller batch."
+            )
         room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
 
         @lru_cache(maxsize=2)  # a batch may span two epochs

@@ -166,20 +166,6 @@ def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(trained, 
     assert len({*texts}) == 3 and texts[0].startswith("the ")
 
 
-def test_what_a_sample_has_printed_stays_after_ctrl_c(trained, capsys, monkeypatch):
-    grown, original = [], sample.Printer.__call__
-
-    def watched(printer, texts):
-        original(printer, texts)
-        grown.append(texts[0])
-        if len(grown) == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(sample.Printer, "__call__", watched)
-    assert sample.main([str(trained), "--prompt=", "--tokens=20"]) == 130
-    assert capsys.readouterr().out == grown[-1] + "\n" and len(set(grown)) == 5
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

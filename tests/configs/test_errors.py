@@ -20,8 +20,9 @@ model=gtp2                      model=gtp2: no such option. Did you mean gpt2? O
 optim={lr: 1}                   optim: several keys; set one of them: optim.kind, optim.lr,
 folder=~/runs                   quotes for Hydra within quotes for the shell: 'folder="~/runs"'
 norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch, compiled, flash_attn
-folder=2024_01_05               folder=2024_01_05: is text, which needs quotes here: 'folder="TEXT"'.
-init_from=None                  Or write init_from=null.
+folder=2024_01_05               folder=2024_01_05: is text, which needs quotes here, as in 'folder="TEXT"'.
+init_from=None                  init_from=None: is text, which needs quotes here, as in 'init_from="TEXT"'. null is no text.
+model=null                      Config group override must be a string or a list.
 sample.prompt=${HOME}           sample.prompt: Interpolation key 'HOME' not found.
 """
 RULES = """

@@ -1,6 +1,7 @@
 import hashlib
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +55,8 @@ def test_batches_read_only_where_a_batch_lies(tmp_path):
     tokens = np.memmap(tmp_path / "train.bin", np.uint16, "w+", shape=2**37)  # 256 GiB without a block on the disk
     inputs, _ = Batches(tokens, context=2**20, batch_size=2, seed=1)[12345]
     assert inputs.shape == (2, 2**20)
+    with pytest.raises(ValueError, match="the training text has 2 windows"):
+        Batches(numbered(121), context=40, batch_size=400, seed=0)
 
 
 @given(st.integers(1, 20), sizes, st.integers(1, 7), st.integers(1, 5) | st.none(), st.integers(1, 3))

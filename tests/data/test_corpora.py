@@ -60,6 +60,7 @@ def decoded(corpus: Corpus) -> list[list[str]]:
 
 
 def test_tokens_decode_to_the_documents_and_are_mapped(text_config, notes):
+    (notes / "long.txt").write_text(text_of(99, 9000))  # tokenised in pieces
     corpus = load(text_config, BPE)
     train, val = decoded(corpus)
     assert sorted(train + val) == sorted(path.read_text() for path in notes.iterdir())

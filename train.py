@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
@@ -85,7 +85,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     saver = Saver(run.folder, cfg, world)
     with Interrupt(world) as interrupt:
         if state.owes_validation:
-            run.log(state.step, metrics.validation())
+            run.log(state.step, metrics.validation(interrupt.check))
         steps = range(state.step, cfg.train.steps)
         for step in run.progress(profiled(run, steps) if cfg.profile else steps):
             with clock.step():
@@ -97,7 +97,8 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             if last or due(done, cfg.logging.every):
                 run.log(done, metrics.line())
             if last or due(done, cfg.eval.every):
-                run.log(done, metrics.validation())
+                with suppress(Stopped):  # the poll below sees the signal too
+                    run.log(done, metrics.validation(interrupt.check))
             stopping, overdue = interrupt.poll(saver.overdue)  # one message between the ranks
             if last or stopping or overdue or due(done, cfg.checkpoint.every) or state.best_step == done:
                 with clock.paused():

@@ -31,7 +31,7 @@ from training.storage import relative
 
 FORMAT = 2
 MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors", "state.json", "tokenizer.json"
-PLAIN = ("step", "tokens", "losses", "corpus", "best_step")  # of TrainState, in state.json
+PLAIN = ("step", "tokens", "losses", "corpus", "best_step", "owes_validation")  # of TrainState, in state.json
 LAST, BEST = "last", "best"  # RUN/last and RUN/best name checkpoints, and are no files
 
 
@@ -57,7 +57,7 @@ class TrainState:
     validation: Validation | None = None  # the last one
     best: Validation | None = None
     best_step: int | None = None
-    owes_validation: bool = False  # a signal has cut the evaluation of this step short, in a run of an older version
+    owes_validation: bool = False  # a signal cut the evaluation of this step short
     leads: bool = True  # whether this is the rank that writes
 
     def parts(self, config: dict[str, Any]) -> dict[str, Callable[[], bytes]]:
@@ -118,7 +118,7 @@ class TrainState:
         if same_folder:
             self.best = Validation(**kept) if (kept := stored.state["best"]) else None
             self.best_step = stored.state["best_step"]
-            self.owes_validation = stored.state.get("owes_validation", False)
+            self.owes_validation = stored.state["owes_validation"]
 
     def _optimized(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The optimizer's parameters with their names, in its order."""

@@ -61,12 +61,13 @@ class Interrupt:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        stopping = self.poll()[0] if error is None else 0
-        if not self._number:  # else the process is about to end, and a signal must not disturb it
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-        if stopping:
-            raise Stopped(128 + stopping)
+        try:
+            if error is None:
+                self.check()
+        finally:
+            if not self._number:  # else the process is about to end, and a signal must not disturb it
+                for number, handler in self._before.items():
+                    signal.signal(number, handler)
 
     def poll(self, overdue: bool = False) -> tuple[int, bool]:
         """(the signal that has reached any rank or 0, whether anything is overdue on any rank), in one message between the
@@ -75,6 +76,11 @@ class Interrupt:
         # 0 also where a signal came to this rank meanwhile, of which the other ranks do not know
         self._number = number or self._number
         return number, bool(late)
+
+    def check(self) -> None:
+        """Raises Stopped on all ranks, which call it together, if a signal has reached any."""
+        if number := self.poll()[0]:
+            raise Stopped(128 + number)
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         self._number, alone = number, self._world.store is None

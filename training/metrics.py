@@ -1,6 +1,7 @@
 """The figures of a run: of its training steps and of the validation set, and the check that they are finite numbers."""
 
 import math
+from collections.abc import Callable
 from itertools import chain, islice, repeat
 
 import torch
@@ -76,13 +77,16 @@ class Metrics:
             "perf/peak_gb": self._clock.peak_gb,
         }
 
-    def validation(self) -> dict[str, float | None]:
+    def validation(self, before_batch: Callable[[], None]) -> dict[str, float | None]:
         """Evaluates, keeps the last and the best validation in the state, and returns the figures. All ranks call it together.
+
+        before_batch: as in `evaluate`. If it ends the evaluation, the state, and so the next checkpoint, says that one is owed.
 
         Raises:
             NonFiniteError: the training or the validation loss is NaN or infinite.
         """
         cfg, state, ranks = self._cfg, self._state, self._world.size
+        state.owes_validation = True
         with self._clock.paused():
             self.health.check()
             # not the compiled model: it would be compiled again for evaluation, and for a last batch with fewer rows
@@ -94,6 +98,7 @@ class Metrics:
                 batch_size=cfg.train.batch_size // cfg.train.accumulation // ranks,
                 batches=cfg.eval.batches and cfg.eval.batches * ranks,
                 world=self._world,
+                before_batch=before_batch,
             )
         if not math.isfinite(found.loss):
             raise NonFiniteError("the validation loss is NaN or infinite", state.step)
@@ -113,6 +118,7 @@ def evaluate(
     batch_size: int,
     batches: int | None = None,
     world: World = ALONE,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Validation:
     """The mean loss over every predicted token of `split`, the same on every rank. Draws no random numbers.
 
@@ -122,6 +128,8 @@ def evaluate(
         batches: the number of batches to evaluate, of all ranks together; None: all. Their windows are spread evenly over the
             split. Both figures are then estimates: the loss of a sample, and bits per byte with the bytes per token of the
             whole split.
+        before_batch: called before each batch, equally often on all ranks. An exception that it raises on all of them ends the
+            evaluation.
     """
     was_training = model.training
     model.eval()
@@ -131,17 +139,20 @@ def evaluate(
     )
     most = world.max(len(windows))
     nothing = torch.zeros(1, context, dtype=torch.int64)
-    with forward_only(model), precision.autocast():
-        for batch in islice(chain(windows, repeat(None)), most):
-            if batch is not None:
-                inputs, targets = batch
-                loss = model(inputs.to(precision.device), targets.to(precision.device))
-                total += loss * targets.numel()  # the last batch may have fewer rows
-                tokens += targets.numel()
-            elif is_sharded(model):  # its ranks gather weights together, so each makes as many passes as the busiest
-                model(nothing.to(precision.device))
+    try:
+        with forward_only(model), precision.autocast():
+            for batch in islice(chain(windows, repeat(None)), most):
+                before_batch()
+                if batch is not None:
+                    inputs, targets = batch
+                    loss = model(inputs.to(precision.device), targets.to(precision.device))
+                    total += loss * targets.numel()  # the last batch may have fewer rows
+                    tokens += targets.numel()
+                elif is_sharded(model):  # its ranks gather weights together, so each makes as many passes as the busiest
+                    model(nothing.to(precision.device))
+    finally:
+        model.train(was_training)
     mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
-    model.train(was_training)
     return Validation(mean, split.bits_per_byte(mean))
 
 

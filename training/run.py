@@ -211,10 +211,12 @@ class Run:
 
     def _rewind(self) -> None:
         """Takes the folder back to its checkpoint: deletes later lines of metrics, and results."""
-        step = self.origin.step
+        step, stored = self.origin.step, self.origin.stored
         storage.set_aside(self.folder, after=step)
-        lines = [json.dumps(line) + "\n" for line in storage.read_metrics(self.folder) if line["step"] <= step]
-        self._keep(storage.METRICS, "".join(lines))
+        owed = step if stored and stored.state["owes_validation"] else None  # this step is evaluated again
+        lines = [line for line in storage.read_metrics(self.folder) if line["step"] <= step]
+        kept = [json.dumps(line) + "\n" for line in lines if not (line["step"] == owed and "val/loss" in line)]
+        self._keep(storage.METRICS, "".join(kept))
         for name in ("summary.json", "sample.txt"):
             (self.folder / name).unlink(missing_ok=True)
 

@@ -1,16 +1,14 @@
 """A run that goes on has one record: metrics without holes or repeats, one W&B run, its checkpoints, its results."""
 
-import json
-import shutil
 import signal
-from functools import partial
 
 import pytest
 
 from model import GPT
 from tests.resume.stops import AUTO, train_until
-from tests.runs import FakeWandb, newest, read_json, train_here
+from tests.runs import FakeWandb, read_json, train_here
 from training import checkpoint, storage
+from training import metrics as training_metrics
 from training.checkpoint import Validation
 
 
@@ -70,16 +68,18 @@ def test_a_signal_in_the_last_sample_stops_the_command_after_it_and_the_same_wan
     assert (first["resume"], fake.arguments["resume"]) == (None, "allow")
 
 
-def test_the_evaluation_that_an_older_version_has_cut_short_is_made_up_for(tiny, tmp_path):
-    run, overrides = tmp_path / "run", [*tiny, *AUTO, "train.steps=10"]
-    train_here(overrides, run)
-    saved = newest(run)
-    state = read_json(saved / "state.json") | {"owes_validation": True, "validation": None, "best": None, "best_step": None}
-    parts = {path.name: partial(bytes, path.read_bytes()) for path in saved.iterdir() if path.name != storage.SUMS}
-    parts["state.json"] = json.dumps(state).encode
-    shutil.rmtree(saved)
-    storage.commit(run, 10, parts)
-    for name in ("summary.json", "metrics.jsonl"):
-        (run / name).unlink()
-    summary, metrics = train_here(overrides, run)
-    assert [(line["step"], line["val/loss"]) for line in metrics] == [(10, summary.final.loss)]
+def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for_and_is_in_the_metrics_once(tiny, tmp_path, monkeypatch):
+    batches = training_metrics.ValidationWindows.__iter__
+
+    def signalled(self):
+        signal.raise_signal(signal.SIGTERM)
+        yield from batches(self)
+        raise AssertionError("it was not cut short")
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
+        patch.setattr(training_metrics.ValidationWindows, "__iter__", signalled)
+        train_here([*tiny, *AUTO], tmp_path / "run")  # at step 10
+    assert not [line for line in storage.read_metrics(tmp_path / "run") if "val/loss" in line]
+    train_until(12, [*tiny, *AUTO], tmp_path / "run")  # the checkpoint of step 10 still owes it
+    _, metrics = train_here([*tiny, *AUTO], tmp_path / "run")
+    assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]

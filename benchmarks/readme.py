@@ -101,16 +101,14 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
 
 
 def headline(cells: Sequence[tuple[str, Cell]]) -> str:
-    """A line for each cell: before → after in ms, against the fastest other arm first."""
-    lines = []
+    """A row for each cell: milliseconds of the arms, and what the subject gains over them."""
+    rows = []
     for name, cell in cells:
         ms = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}
-        words = [
-            f"against {base} {ms[base]} → {ms[cell['subject']]} ms, {interval_text(speedup(cell, base))} ×"
-            for base in dict.fromkeys((fastest(cell), TORCH))
-        ]
-        lines.append(f"- **{name}, {title_of(cell)}**: {'; '.join(words)}")
-    return "\n".join(lines)
+        gains = [interval_text(speedup(cell, base)) if base in ms else NOTHING for base in ("compiled", TORCH)]
+        rows.append([f"{name}, {title_of(cell)}", ms[TORCH], ms.get("compiled", NOTHING), ms[cell["subject"]], *gains])
+    header = ["a step, ms", "torch", "compiled norm", "fused", "fused over compiled norm", "fused over torch"]
+    return compact_markdown(header, rows)
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 NAMES = {
     "torch again": "torch again (A/A)",
-    "compiled": "compiled site",
+    "compiled": "compiled norm",
     "flash_attn": "flash-attn",
     "liger": "Liger",
     "nanogpt": "nanoGPT's step",

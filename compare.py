@@ -22,6 +22,7 @@ from pathlib import Path
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
+import torch
 import yaml
 
 import configs
@@ -39,6 +40,8 @@ from training.interrupt import show
 from training.step import MixedPrecision
 from training.storage import as_storage_errors, claim, locked, relative, replace_text
 
+OUT_OF_MEMORY = 3  # exit code
+
 
 def compare(study: Study, folder: Path, command: str) -> None:
     """Makes the runs that the folder lacks, and reports on all.
@@ -53,9 +56,9 @@ def compare(study: Study, folder: Path, command: str) -> None:
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
+    with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:
+        found = train_all(study, precision, corpus, folder / "runs.jsonl", bar.update)
     with as_storage_errors(folder):
-        with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:
-            found = train_all(study, precision, corpus, folder / "runs.jsonl", bar.update)
         facts = {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1), "command": command}
         made = analyse(study, found)
         report.write(made, study, found, environment(precision.device) | facts, folder)
@@ -84,8 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         study = study_of(arguments)
         wanted = Path(study.cfg.folder or f"runs/{command_line.now()}_compare")
         folder = wanted if study.cfg.resume == "auto" and (wanted / "study.json").is_file() else claim(wanted)
-        with locked(folder):
-            compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
+        try:
+            with locked(folder):
+                compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
+        except torch.OutOfMemoryError as error:
+            remedy = (
+                "The runs that are done are kept. Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
+            )
+            print(f"out of memory: {str(error).splitlines()[0]}\n{remedy}\n{stopped()}", file=sys.stderr)
+            return OUT_OF_MEMORY
         return 0
 
     def stopped() -> str:

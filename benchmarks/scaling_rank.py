@@ -14,6 +14,7 @@ from measure.clock import StepClock
 from measure.schedule import no_garbage_collection
 from train import training_step
 from training.build import build
+from training.command import use_one_thread
 from training.distributed import World, join
 from training.step import MixedPrecision
 
@@ -57,6 +58,7 @@ def _tokens(vocab_size: int, context: int, batch_size: int, seed: int) -> np.nda
 def main(answer: str, warm_up: str, *keys: str) -> None:
     """answer: where the first rank writes what it found."""
     world = join()
+    use_one_thread()
     found = step_times(configs.compose_only(keys), int(warm_up), world)
     if world.leads:
         Path(answer).write_text(json.dumps(found))

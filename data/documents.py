@@ -180,6 +180,8 @@ def _reading(data: DataConfig) -> Iterator[None]:
         yield
     except (OSError, EOFError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         why = error.__cause__ or error if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        if isinstance(why, OSError) and why.errno is not None:  # such as a full disk, for which the cache has the message
+            raise why from None
         hint = ""
         if isinstance(error, OSError):  # no network, no such data set, or no access to it
             hint = (

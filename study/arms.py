@@ -82,11 +82,15 @@ def study_of(arguments: Sequence[str]) -> Study:
     parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*found.get("arguments", []), *given])}
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
     swept = {one.get_key_element() for one in configs.parse(list(parsed.values())) if one.is_sweep_override()}
-    arms = {}
+    if unswept := swept & {"folder", "resume"}:
+        raise ConfigError(f"{min(unswept)}: a comparison has one. Give it one value.")
+    arms: dict[str, Config] = {}
     for name, more in (found.get("arms") or {"": []}).items():
         for job in configs.jobs([*parsed.values(), *more]):
             label = " ".join([*([name] if name else []), *(text for text in job if text.partition("=")[0] in swept)])
-            arms[label or "this configuration"] = configs.compose_only(job)
+            label = label or "this configuration"
+            if arms.setdefault(label, cfg := configs.compose_only(job)) != cfg:
+                raise ConfigError(f"{label}: two arms have this name. List their keys under different names, or sweep them.")
     words = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]

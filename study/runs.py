@@ -25,6 +25,7 @@ from study.engine import Engine
 from study.probes import probe, spikes
 from study.timing import block_times, cycles_of
 from training.step import MixedPrecision
+from training.storage import as_storage_errors
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
 
@@ -99,7 +100,7 @@ def read(path: Path) -> Found:
 
 
 def keep(path: Path, found: Found, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with as_storage_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -118,7 +118,7 @@ class TrainState:
         if same_folder:
             self.best = Validation(**kept) if (kept := stored.state["best"]) else None
             self.best_step = stored.state["best_step"]
-            self.owes_validation = stored.state["owes_validation"]
+            self.owes_validation = stored.state.get("owes_validation", False)
 
     def _optimized(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The optimizer's parameters with their names, in its order."""

@@ -213,7 +213,7 @@ class Run:
         """Takes the folder back to its checkpoint: deletes later lines of metrics, and results."""
         step, stored = self.origin.step, self.origin.stored
         storage.set_aside(self.folder, after=step)
-        owed = step if stored and stored.state["owes_validation"] else None  # this step is evaluated again
+        owed = step if stored and stored.state.get("owes_validation") else None  # this step is evaluated again
         lines = [line for line in storage.read_metrics(self.folder) if line["step"] <= step]
         kept = [json.dumps(line) + "\n" for line in lines if not (line["step"] == owed and "val/loss" in line)]
         self._keep(storage.METRICS, "".join(kept))
@@ -254,7 +254,8 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
         try:
             yield run
         except BaseException as error:
-            if isinstance(error, Stopped) and (kept := storage.checkpoints(folder)):
+            done = (folder / "summary.json").is_file()  # a signal in the last sample
+            if isinstance(error, Stopped) and not done and (kept := storage.checkpoints(folder)):
                 run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
             code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
             run.close(code if isinstance(code, int) else 1)

@@ -31,8 +31,16 @@ def test_every_named_study_can_run_and_its_keys_can_be_overridden(name):
         (["compare.timing_cycles=3"], "takes 0, which times nothing, or 6 and more"),
         (["train.precision=fp16", "device=cpu"], "fp16"),
         (["parallel=fsdp"], "parallel"),
+        (["folder=a,b"], "folder: a comparison has one"),
     ],
 )
 def test_what_it_cant_compare_is_refused(wrong, message):
     with pytest.raises(ConfigError, match=message):
         study_of(wrong)
+
+
+def test_two_arms_of_a_file_have_two_names(tmp_path, monkeypatch):
+    monkeypatch.setattr("study.arms.FOLDER", tmp_path)
+    (tmp_path / "mine.yaml").write_text('claim: x\nsource: x\nlimits: x\narms:\n  a: ["norm.kind=layernorm,rmsnorm"]\n')
+    with pytest.raises(ConfigError, match="a: two arms have this name"):
+        study_of(["study=mine"])

@@ -52,6 +52,9 @@ def compare(study: Study, folder: Path, command: str) -> None:
     """
     began = time.monotonic()
     cfg = study.cfg
+    counts = {"arm": len(study.arms), "rate": len(study.rates), "seed": len(study.seeds)}
+    sizes = " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
+    show(f"{sizes}, and A/A with as many other seeds, in {relative(folder)}")
     keep_facts(study, folder)
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     with command_line.as_config_errors():

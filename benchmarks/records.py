@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     left = [record for record in RECORDS if not (git and is_done(record, folder, git["revision"]))]
     if options.list:
         rows = [[r.name, f"{r.minutes:g}", "no" if r in left else "yes", f"python {r.words}"] for r in RECORDS]
-        print(aligned(["record", "minutes", "done", "command"], rows))
+        print(aligned(["record", "minutes", "done", "command"], rows, left=4))
         print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {sum(r.minutes for r in left):g} left")
         return
     if not here:

@@ -178,4 +178,5 @@ def _explained() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         key = getattr(cause, "full_key", None)
-        raise ConfigError(f"{key}: {str(cause).splitlines()[0].rstrip('.')}." if key else str(error)) from error
+        list_ = " Write a list as '[a,b]', with quotes for the shell." if "ListConfig" in str(cause) else ""
+        raise ConfigError(f"{key}: {str(cause).splitlines()[0].rstrip('.')}.{list_}" if key else str(error)) from error

@@ -76,7 +76,8 @@ def replace_loss(model: nn.Module, *, in_place: bool = False, verbose: bool = Tr
             raise ValueError(f"replace_loss: {name}.loss_function is {loss}, {problem}; left alone")
         model.loss_function = loss  # type: ignore[assignment]
     loss.in_place = in_place
-    line = f"{name}.loss_function: {loss} → fused cross-entropy{', in place' if in_place else ''}"
+    was = "already" if loss is found else f"{loss} →"
+    line = f"{name}.loss_function: {was} fused cross-entropy{', in place' if in_place else ''}"
     print(f"{line}\n" * verbose, end="")
     return line
 

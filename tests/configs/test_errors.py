@@ -23,6 +23,7 @@ norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of
 folder=2024_01_05               folder=2024_01_05: is text, which needs quotes here, as in 'folder="TEXT"'.
 init_from=None                  init_from=None: is text, which needs quotes here, as in 'init_from="TEXT"'. null is no text.
 model=null                      Config group override must be a string or a list.
+data.files=a.txt                data.files: Invalid value assigned: str is not a ListConfig, list or tuple. Write a list as
 sample.prompt=${HOME}           sample.prompt: Interpolation key 'HOME' not found.
 """
 RULES = """

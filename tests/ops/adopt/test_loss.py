@@ -52,7 +52,7 @@ def test_a_second_call_changes_in_place_alone_and_a_loss_of_the_models_own_comes
     kept = model.loss_function
     model.loss_function = own
     replace_loss(model, verbose=False)
-    assert replace_loss(model, in_place=True, verbose=False).endswith("own → fused cross-entropy, in place")
+    assert replace_loss(model, in_place=True, verbose=False).endswith("already fused cross-entropy, in place")
     restore_loss(model, verbose=False)
     assert model.loss_function is own
 

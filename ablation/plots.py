@@ -11,7 +11,7 @@ from ablation.gpu_time import parts_ms
 from ablation.records import Cell, Parity
 from ablation.rounding import MARGIN
 from measure.comparison import AGAIN
-from measure.plots import ARMS, DPI, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, ticker
+from measure.plots import ARMS, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, ticker
 from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
 
@@ -108,7 +108,7 @@ def _rows(groups: Sequence[tuple[str, Sequence[str]]]) -> tuple[Any, Any, list[f
         titles.append(y)
         heights += [y + 1 + at for at in range(len(members))]
         y += len(members) + 1.3
-    figure, axes = pyplot.subplots(figsize=(8.4, 1.2 + 0.21 * y), dpi=DPI, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.4, 1.2 + 0.21 * y))
     axes.set_yticks(heights, [NAMES.get(member, member) for _, members in groups for member in members])
     axes.set_ylim(y - 0.6, -0.6)
     for (title, _), height in zip(groups, titles, strict=True):

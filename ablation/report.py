@@ -128,8 +128,8 @@ def _gpu_time(cells: Sequence[Cell]) -> str:
         said = (
             f"{'The norm sites' if found.group == 'norm' else 'The loss'} of a step must move {found.norm_bytes / 1e9:.2f} GB, "
             f"which takes {number(least)} ms at the {found.copy_gb_per_s:,.0f} GB/s that a copy reached here; of this copy "
-            f"bandwidth they reach {', '.join(reached) or 'nothing'}. Amdahl limit: no {found.group} kernel makes this step "
-            f"more than {' and '.join(limits)}, unless the step is CPU-bound, where fewer launches may save more."
+            f"bandwidth they reach {', '.join(reached) or 'nothing'}. Amdahl limit, an estimate: at copy bandwidth this step "
+            f"is {' and '.join(limits)}. A CPU-bound step may gain more, by fewer launches."
         )
         waits = {name: of[IDLE] / sum(of.values()) for name, of in parts.items()}
         if max(waits.values()) > WAITING:

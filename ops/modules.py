@@ -28,13 +28,15 @@ class _Fused:
         zero_centered_weight: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **affine: bool,
+        elementwise_affine: bool = True,
+        **bias: bool,
     ) -> None:
         name = type(self).__name__
         check_eps(name, eps)
         check_dropout_p(name, "dropout_p", dropout_p)
-        check_flags(name, zero_centered_weight=zero_centered_weight)
+        check_flags(name, zero_centered_weight=zero_centered_weight, elementwise_affine=elementwise_affine, **bias)
         self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
+        affine = {"elementwise_affine": elementwise_affine, **bias}  # torch.nn.LayerNorm alone has a bias
         super().__init__(hidden_size, eps, device=device, dtype=dtype, **affine)  # type: ignore[call-arg]
         if self.kind is Norm.rmsnorm:  # as FlashAttention's: blocks pass norm.weight and norm.bias on, whichever norm it is
             self.register_parameter("bias", None)  # type: ignore[attr-defined]
@@ -67,7 +69,9 @@ class LayerNorm(_Fused, nn.LayerNorm):  # type: ignore[misc]
         eps: added to the variance: 1e-5 here, as in torch.nn.LayerNorm; the functions have 1e-6.
         dropout_p: in [0, 1); applied to x in training mode only.
         zero_centered_weight: the weight is stored as its distance from 1, and starts at 0.
-        device, dtype, and by name elementwise_affine, bias: as in torch.nn.LayerNorm.
+        device, dtype: of the weights, as in torch.nn.LayerNorm.
+        elementwise_affine: whether there is a weight.
+        bias: by name; whether there is a bias too, True by default.
     """
 
     kind = Norm.layernorm

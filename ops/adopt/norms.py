@@ -76,7 +76,10 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
     if only is not None and not only(name, module):
         return Site(name, was, False, "`only` returned False for it")
     before = {attribute: vars(module)[attribute] for attribute in _OURS if attribute in vars(module)}
-    module.__class__ = _adopted_class(type(module), MODULES[formula.norm])  # type: ignore[arg-type]
+    try:
+        module.__class__ = _adopted_class(type(module), MODULES[formula.norm])  # type: ignore[arg-type]
+    except TypeError as error:
+        return Site(name, was, False, f"Python can't give its class a subclass: {error}")
     shown = (() if formula.width is None else (formula.width,), formula.weight is not None, formula.zero_centered_weight)
     ours = dict(zip(_OURS, shown, strict=False)) | before
     vars(module).update(ours | {"formula": formula, "eps": formula.eps, "_before": before})

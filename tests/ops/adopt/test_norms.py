@@ -122,3 +122,15 @@ def test_torchs_encoder_layer_computes_what_it_did_with_and_without_its_own_kern
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+class Final(nn.LayerNorm):
+    def __init_subclass__(cls):
+        raise TypeError("Final has no subclasses")
+
+
+def test_a_norm_whose_class_takes_no_subclass_is_left_alone_and_the_others_are_replaced():
+    model = nn.Sequential(Final(N), nn.LayerNorm(N))
+    left, taken = replace_norms(model, verbose=False)
+    assert type(model[0]) is Final and "Final has no subclasses" in str(left)
+    assert taken.fused and not left.fused

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from typing import assert_never
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
@@ -176,16 +177,19 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
     warmup_steps = steps // 20 if optim.warmup_steps is None else optim.warmup_steps
     if step < warmup_steps:
         return optim.lr * (step + 1) / warmup_steps
-    if optim.schedule is Schedule.constant:
-        return optim.lr
     min_lr = optim.lr / 10 if optim.min_lr is None else optim.min_lr
-    if optim.schedule is Schedule.cosine:
-        t = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
-        return min_lr + (optim.lr - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
-    # wsd: the decay may not begin before the warm-up has ended
-    decay_from = max(steps - optim.decay_fraction * steps, warmup_steps)
-    t = min(max(step - decay_from, 0.0) / max(steps - decay_from, 1), 1.0)
-    return optim.lr + (min_lr - optim.lr) * t
+    match optim.schedule:
+        case Schedule.constant:
+            return optim.lr
+        case Schedule.cosine:
+            t = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
+            return min_lr + (optim.lr - min_lr) * 0.5 * (1 + math.cos(math.pi * t))
+        case Schedule.wsd:  # the decay may not begin before the warm-up has ended
+            decay_from = max(steps - optim.decay_fraction * steps, warmup_steps)
+            t = min(max(step - decay_from, 0.0) / max(steps - decay_from, 1), 1.0)
+            return optim.lr + (min_lr - optim.lr) * t
+        case _:
+            assert_never(optim.schedule)
 
 
 def due(step: int, every: int) -> bool:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from training.build import build, copy_values
 from training.checkpoint import TrainState
 from training.step import MixedPrecision
 
-VALUES = {Switch.norm: NormImpl, Switch.loss: LossImpl}
 Step = Callable[[tuple[Tensor, Tensor], int], Tensor]  # of a batch and its number; returns the loss, on the device
 
 
@@ -43,7 +43,14 @@ class Arm:
 def switched(cfg: Config, arm: str) -> Config:
     """A copy of cfg for an arm: with the implementation that it is named after."""
     cfg = copy.deepcopy(cfg)
-    getattr(cfg, cfg.ablate.switch).impl = VALUES[cfg.ablate.switch](TORCH if arm == AGAIN else arm)
+    impl = TORCH if arm == AGAIN else arm
+    match cfg.ablate.switch:
+        case Switch.norm:
+            cfg.norm.impl = NormImpl(impl)
+        case Switch.loss:
+            cfg.loss.impl = LossImpl(impl)
+        case _:
+            assert_never(cfg.ablate.switch)
     return cfg
 
 

@@ -89,6 +89,8 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}, refused))
         if not found[-1].modes:
             raise ConfigError("ablate.eager=false: leaves nothing to time. Use ablate.compile=true, with fused among the arms.")
+    used = [switched(one.cfg, arm) for one in found for arm in one.cfg.ablate.arms if arm != NANOGPT]
+    rules.check_given(configs.given(arguments), used, "ablate.py")
     for variant in found:
         for arm, why in variant.refused.items():
             if variant.subject == TORCH or all(arm in other.refused for other in found):

@@ -94,6 +94,7 @@ def study_of(arguments: Sequence[str]) -> Study:
     words = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]
+    rules.check_given(configs.given(given), list(arms.values()), "compare.py")
     return _checked(Study(made, rates or [first.optim.lr], seeds or [first.seed], words))
 
 

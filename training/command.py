@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import configs
 import ops
@@ -102,7 +102,7 @@ def job(train: Train, asked: Job, world: World) -> int:
     except (NonFiniteError, StorageError) as error:
         if world.leads:
             show(f"stopped: {error}", sys.stderr)
-            ErrorHandler().record_exception(error)
+            command_line.record_for_torchrun(error)
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
             raise SystemExit(1) from None
@@ -122,6 +122,7 @@ def job(train: Train, asked: Job, world: World) -> int:
     return 0
 
 
+@command_line.as_config_errors()
 def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> Start:
     """Finds where the run of a command begins. Writes nothing.
 
@@ -152,12 +153,13 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
         found = kept or checkpoint.locate(run)
         if kept is None:
             storage.verify(found)
-    except (PermissionError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"{this}: {error}") from error
     stored = checkpoint.read(found, verified=True)
     before = stored.cfg
     if not auto:  # an earlier command's resume_with_changes does not count for this one
         cfg = configs.from_dict(stored.state["config"] | {"resume_with_changes": False}, overrides)
+        rules.check_given(configs.given(overrides), [cfg])
     if cfg.train.precision is Precision.auto:  # another device would choose another dtype
         cfg.train.precision = before.train.precision
     finished = auto and Start(cfg, run, stored, in_place=True).finished
@@ -173,9 +175,9 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     lacks_results = in_place and not start.finished and before.train.steps == steps
     if stored.step >= steps and not (finished or lacks_results):
         raise ConfigError(
-            f"{this}: {relative(found)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
-            f"  {storage.resume_command(run)} train.steps={2 * stored.step} resume_with_changes=true\n"
-            "The last word accepts other learning rates than the steps before had, where optim.schedule makes some."
+            f"{this}: {relative(found)} is at step {stored.step} of train.steps={steps}: nothing is left to train. Raise "
+            f"train.steps to train longer:\n  {storage.resume_command(run)} train.steps={2 * stored.step} "
+            "resume_with_changes=true\nIts last key is for a schedule whose rates depend on the number of steps."
         )
     return start
 
@@ -240,7 +242,8 @@ def program(
     use_one_thread()
     try:
         machine.refuse_ranks(name)
-        return work()
+        with command_line.files_as_config_errors():
+            return work()
     except ConfigError as error:
         return command_line.refuse(error)
     except StorageError as error:

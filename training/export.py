@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from configs import Config, ConfigError, keys, machine
+from configs import Config, ConfigError, command_line, keys, machine
 from configs.schema import Activation, ModelConfig, NormKind, Positions
 from data import Tokenizer
 from model import GPT
@@ -244,7 +244,13 @@ def _load_layout(model: GPT, ours: Config, folder: Path) -> None:
         free.add("model.context")
     _refuse(differences(ours, described, size, free))
     tensors: dict[str, torch.Tensor] = {}
-    for file in folder.glob("model*.safetensors"):
+    files = list(folder.glob("model*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{folder} has no model*.safetensors. Other formats are not read, as a .bin can run code: save the model anew with "
+            "transformers' save_pretrained."
+        )
+    for file in files:
         tensors |= {name: tensor for name, tensor in load_file(file).items() if not NO_WEIGHTS.fullmatch(name)}
     if layout == GPT2:  # OpenAI's files on the Hub leave the prefix out
         tensors = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): of for name, of in tensors.items()}
@@ -323,7 +329,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a folder (default: export_FORMAT in the run folder)")
     args = parser.parse_args(arguments)
     try:
-        output = export(args.path, args.format, args.output)
+        with command_line.files_as_config_errors():
+            output = export(args.path, args.format, args.output)
     except (ConfigError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

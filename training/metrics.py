@@ -161,8 +161,7 @@ class NonFiniteError(RuntimeError):
 
     def __init__(self, what: str, step: int) -> None:
         super().__init__(
-            f"{what} at step {step}. Checkpoints have finite weights only: resume=FOLDER goes on from the newest one. "
-            "A lower optim.lr, a longer optim.warmup_steps or train.precision=fp32 may help."
+            f"{what} at step {step}. A lower optim.lr, a longer optim.warmup_steps or train.precision=fp32 may help."
         )
 
 

@@ -16,12 +16,14 @@ from tqdm import tqdm
 
 import configs
 from configs import Config, ConfigError
+from configs.command_line import files_as_config_errors
 from data import Tokenizer
 from measure.environment import environment
 from training import storage
 from training.checkpoint import Stored, Validation
 from training.distributed import ALONE, World
 from training.interrupt import Stopped, show
+from training.metrics import NonFiniteError
 from training.plot import loss_curve
 from training.storage import relative
 from training.tracking import Tracker, agent_job, described, with_defaults
@@ -237,8 +239,9 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
     with ExitStack() as held:
 
         def take() -> Path:
-            folder = origin.folder if origin.in_place else storage.claim(origin.folder)
-            held.enter_context(storage.locked(folder))
+            with files_as_config_errors():
+                folder = origin.folder if origin.in_place else storage.claim(origin.folder)
+                held.enter_context(storage.locked(folder))
             return folder
 
         folder = world.on_first(take)
@@ -255,8 +258,9 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
             yield run
         except BaseException as error:
             done = (folder / "summary.json").is_file()  # a signal in the last sample
-            if isinstance(error, Stopped) and not done and (kept := storage.checkpoints(folder)):
-                run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
+            if isinstance(error, Stopped | NonFiniteError) and not done and (kept := storage.checkpoints(folder)):
+                at = "stopped after" if isinstance(error, Stopped) else "the newest checkpoint is of"
+                run.say(f"{at} step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
             code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
             run.close(code if isinstance(code, int) else 1)
             raise

@@ -5,6 +5,7 @@ import os
 import struct
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 import torch
@@ -24,9 +25,17 @@ class MixedPrecision:
     @classmethod
     def of(cls, wanted: Precision, machine: Machine) -> "MixedPrecision":
         """What `wanted` means on this machine. auto: bf16 on a GPU that has it, else fp32."""
-        if wanted is Precision.auto:
-            wanted = Precision.bf16 if machine.device == "cuda" and machine.bf16 else Precision.fp32
-        dtype = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16, Precision.fp32: torch.float32}[wanted]
+        match wanted:
+            case Precision.auto:
+                dtype = torch.bfloat16 if machine.device == "cuda" and machine.bf16 else torch.float32
+            case Precision.bf16:
+                dtype = torch.bfloat16
+            case Precision.fp16:
+                dtype = torch.float16
+            case Precision.fp32:
+                dtype = torch.float32
+            case _:
+                assert_never(wanted)
         return cls(torch.device(machine.device), dtype)
 
     def __str__(self) -> str:

@@ -193,7 +193,7 @@ def claim(folder: Path) -> Path:
         ConfigError: the folder can't be made or written, or would have other files than those of a run.
     """
     own = (Path.cwd(), machine.expanded("~"))
-    if any(place.is_relative_to(folder.resolve()) for place in own) or any(folder.glob("*/config.yaml")):
+    if any(place.is_relative_to(os.path.realpath(folder)) for place in own) or any(folder.glob("*/config.yaml")):
         raise ConfigError(f"folder={folder}: the run's files would lie among others there. Name a new one: folder=runs/NAME.")
     try:
         for number in count(1):

@@ -118,9 +118,9 @@ def linear_cross_entropy_fn(
     checks.check_tensor(name, "hidden", hidden)
     checks.check_dtype(name, "hidden", hidden, REFERENCE_DTYPES)
     checks.check_operand(name, "weight", weight, hidden, REFERENCE_DTYPES, "hidden")
-    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
         shapes = f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
-        raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with V ≥ 1")
+        raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with K and V ≥ 1")
     check_targets(name, targets, hidden, "hidden")
     checks.check_size(name, "chunks", chunks, 1)
     device = hidden.device.type

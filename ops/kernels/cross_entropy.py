@@ -96,7 +96,7 @@ def cross_entropy_kernel(p, stride, out_stride, ignore_index, softcap, z_loss, s
     lse = m + log_s
     loss = log_s + (m - xt)  # the large terms first: their difference has no rounding error
     if HOW.SMOOTHING:
-        loss += smoothing * (xt - tl.sum(b_total, 0) / HOW.V)
+        loss = log_s + (1.0 - smoothing) * (m - xt) + smoothing * (m - tl.sum(b_total, 0) / HOW.V)
     loss += z_loss * lse * lse
     tl.store(p.loss + row, tl.where(counts, loss, 0.0))
     if p.stats is not None:

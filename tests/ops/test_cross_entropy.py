@@ -98,18 +98,21 @@ def test_every_tile_reads_every_logit_and_writes_no_other(device, case, monkeypa
     assert (whole[first - 1] == 7.0).all() and (whole[first + 5] == 7.0).all()
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_logits_of_ten_thousand_and_of_minus_infinity(device, in_place):
+def test_logits_of_ten_thousand_and_of_minus_infinity(device, in_place, label_smoothing):
     logits, targets = example(device, (6, 50), FP32, scale=1e4)
     logits[:, ::2] = -torch.inf
     logits[torch.arange(6), targets.clamp(min=0)] = 1e4 * torch.randn(6, device=device)
     logits[1] = -torch.inf  # a row without a number
     logits[2, targets[2]] = -torch.inf
     leaf, double = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    rows, expected = cross_entropy_fn(logits, targets, reduction="none"), F.cross_entropy(double, targets, reduction="none")
+    how = {"label_smoothing": label_smoothing}
+    rows = cross_entropy_fn(logits, targets, reduction="none", **how)
+    expected = F.cross_entropy(double, targets, reduction="none", **how)
     torch.testing.assert_close(rows.double(), expected, equal_nan=True, rtol=1e-6, atol=1e-6)
     assert rows[1].isnan() and rows[2] == torch.inf
-    cross_entropy_fn(leaf * 1, targets, reduction="sum", in_place=in_place).backward()
+    cross_entropy_fn(leaf * 1, targets, reduction="sum", in_place=in_place, **how).backward()
     expected.sum().backward()
     torch.testing.assert_close(leaf.grad.double(), double.grad, equal_nan=True, rtol=1e-6, atol=1e-6)
 

@@ -221,11 +221,15 @@ def test_positions_may_be_the_same_for_all_sequences_and_others_give_nan(device)
         call(case, tensors | {"positions": row})
 
 
-@pytest.mark.parametrize(("tokens", "packed"), [((0, 5), True), ((2, 0), False)])
+@pytest.mark.parametrize(("tokens", "packed"), [((0, 5), True), ((2, 0), False), ((3, 0, 5), True)])
 def test_no_tokens_give_empty_outputs_and_zero_weight_gradients(tokens, packed, device):
     case = Case("layernorm", bias=True, tokens=tokens, packed=packed)
-    found = results(call, case, inputs(case, device))
+    tensors = inputs(case, device)
+    found = results(call, case, tensors)
     assert found["q_out"].shape == (*tokens, 3, 16)
+    tensors["q_weight"].requires_grad_()
+    sum(t.sum() for t in call(case, tensors)).backward()  # upstream gradients that are one number in memory
+    assert not tensors["q_weight"].grad.any()
     assert all(not found[f"d{name}"].any() for name in ("q_weight", "q_bias", "k_weight", "k_bias"))
 
 

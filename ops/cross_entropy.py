@@ -272,6 +272,7 @@ def _linear(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, the factor of the mean, and the gradients of hidden and weight but for that factor, empty where not needed.
 
+    The factor of the sum is 1. Where no target counts either is infinite, and the gradients are zeros.
     The factor comes last because p / count is often 0 in fp16, and because backward has a factor of its own anyway.
     """
     shared = LossOptions(*options)
@@ -294,18 +295,20 @@ def _linear(
         if needs_weight and len(hidden) == 0:
             dweight.zero_()
         total, scale = functions.finish(torch.cat(losses), targets, shared)
+        if not scale.numel():
+            scale = 1 / (targets != shared.ignore_index).any().to(total.dtype).view(1)
     return total, scale, dhidden, dweight
 
 
 def _linear_fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, dtype: torch.dtype, needs_hidden: bool, needs_weight: bool,
-    reduction: int, *_: Any,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     known_to_inductor(linear_op, linear_forward)
     wide = torch.promote_types(dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones
     return (
         hidden.new_empty((), dtype=wide),
-        hidden.new_empty(int(reduction == MEAN), dtype=wide),
+        hidden.new_empty(1, dtype=wide),
         hidden.new_empty(hidden.shape if needs_hidden else (0,)),
         weight.new_empty(weight.shape if needs_weight else (0,), dtype=wide),
     )
@@ -347,7 +350,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dloss is None:
             return (None,) * len(ctx.needs_input_grad)
         scale, *products = ctx.saved_tensors
-        factor = dloss * scale if scale.numel() else dloss
+        factor = (dloss * scale).masked_fill(scale.isinf(), 0.0)  # zeros stay zeros, also where 1 / 0 items is upstream
         # In fp32: PyTorch would round the factor, a scalar tensor, to the dtype of a product in bf16.
         gradients = [
             (product.to(factor.dtype) * factor).to(dtype) if needed else None

@@ -212,13 +212,33 @@ def test_the_product_computes_only_gradients_that_are_asked_for(device):
     assert torch.equal(first, second)
 
 
-def test_no_rows(device):
-    logits, targets = torch.zeros(0, 5, device=device, requires_grad=True), torch.zeros(0, dtype=torch.int64, device=device)
-    assert cross_entropy_fn(logits, targets).isnan()
-    cross_entropy_fn(logits * 1, targets, reduction="sum", in_place=True).backward()
-    weight = torch.ones(3, 5, device=device, requires_grad=True)
-    linear_cross_entropy_fn(logits, weight, targets, reduction="sum").backward()
-    assert logits.grad.shape == (0, 5) and (weight.grad == 0).all()
+LOSSES = {
+    "F.cross_entropy": lambda hidden, weight, targets, **how: F.cross_entropy(hidden @ weight.mT, targets, **how),
+    "cross_entropy_fn": lambda hidden, weight, targets, **how: cross_entropy_fn(hidden @ weight.mT, targets, **how),
+    "in place": lambda hidden, weight, targets, **how: cross_entropy_fn(hidden @ weight.mT, targets, in_place=True, **how),
+    "linear": lambda hidden, weight, targets, **how: linear_cross_entropy_fn(hidden, weight, targets, chunks=2, **how),
+}
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("divided", [1, 0])  # 0: by the items in the batch
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_where_no_target_counts_every_loss_and_gradient_is_pytorchs(device, rows, reduction, divided, kernels, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: kernels)
+    targets = torch.full((rows,), -100, device=device)
+    for how in ({}, {"label_smoothing": 0.1}):
+        found = {}
+        for name, loss in LOSSES.items():
+            hidden, weight = (torch.ones(shape, device=device, requires_grad=True) for shape in ((rows, 4), (5, 4)))
+            value = loss(hidden, weight, targets, reduction=reduction, **how) / divided
+            value.backward()
+            found[name] = (value.detach(), hidden.grad, weight.grad)
+        value, *gradients = found.pop("F.cross_entropy")
+        assert value.isnan() or (value == 0 and (reduction, divided) == ("sum", 1))
+        assert not any(gradient.any() for gradient in gradients)
+        for name, ours in found.items():
+            torch.testing.assert_close(ours, (value, *gradients), equal_nan=True, msg=name)
 
 
 def test_tiles_hold_whole_rows_of_every_width():

@@ -66,7 +66,7 @@ def cross_entropy_fn(
         raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
     checks.check_dtype(name, "logits", logits, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_targets(name, targets, logits, "logits")
-    checks.check_flags(name, in_place=in_place)
+    (in_place,) = checks.as_flags(name, in_place=in_place).values()
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     in_place = in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
     if in_place:
@@ -122,7 +122,7 @@ def linear_cross_entropy_fn(
         shapes = f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
         raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with K and V ≥ 1")
     check_targets(name, targets, hidden, "hidden")
-    checks.check_size(name, "chunks", chunks, 1)
+    chunks = checks.as_size(name, "chunks", chunks, 1)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -140,11 +140,11 @@ def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_
         raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(REDUCTIONS)}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
-    if softcap is not None:
-        checks.check_number(name, "softcap", softcap, "a finite number above 0, or None for none", lambda c: 0.0 < c < math.inf)
-    checks.check_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
-    checks.check_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
-    return LossOptions(REDUCTIONS[reduction], ignore_index, float(softcap or 0.0), float(z_loss), float(label_smoothing))
+    above = "a finite number above 0, or None for none"
+    cap = 0.0 if softcap is None else checks.as_number(name, "softcap", softcap, above, lambda c: 0.0 < c < math.inf)
+    z_loss = checks.as_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
+    label_smoothing = checks.as_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
+    return LossOptions(REDUCTIONS[reduction], ignore_index, cap, z_loss, label_smoothing)
 
 
 def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:

@@ -67,8 +67,7 @@ def rotary_qkv_fn(
     name = "rotary_qkv_fn"
     checks.check_tensor(name, "qkv", qkv)
     kv_heads = heads if kv_heads is None else kv_heads
-    checks.check_size(name, "heads", heads, 1)
-    checks.check_size(name, "kv_heads", kv_heads, 1)
+    heads, kv_heads = checks.as_size(name, "heads", heads, 1), checks.as_size(name, "kv_heads", kv_heads, 1)
     parts = heads + 2 * kv_heads
     if qkv.dim() < 2 or qkv.shape[-1] == 0 or qkv.shape[-1] % (2 * parts):
         raise ValueError(
@@ -126,9 +125,9 @@ def _run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if norm not in _KINDS:
         raise ValueError(f"{name}: norm is {norm!r}, accepted: None, layernorm, rmsnorm")
-    checks.check_eps(name, eps)
-    checks.check_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
-    options = Options(heads, kv_heads, int(_KINDS[norm]), float(eps), bool(zero_centered_weight), bool(interleaved))
+    eps = checks.as_eps(name, eps)
+    flags = checks.as_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
+    options = Options(heads, kv_heads, int(_KINDS[norm]), eps, **flags)
     kernels = runs_kernels(inputs.x.device) and not transformed_by_func()
     inputs = _checked(name, inputs, options, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     if not kernels:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import operators
 from .autograd import first_order
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_input, check_number, check_operand
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, as_number, check_input, check_operand
 from .kernels import runs_kernels
 from .operators import operator, register_autograd
 from .torch_state import below_autograd, transformed_by_func
@@ -44,7 +44,7 @@ def log_softmax_fn(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) ->
 def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
     check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
-    check_number(name, "scale", scale, "a finite number", math.isfinite)
+    scale = as_number(name, "scale", scale, "a finite number", math.isfinite)
     if mask is not None:
         check_operand(name, "mask", mask, x, (torch.bool, *REFERENCE_DTYPES))
         if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
@@ -53,7 +53,7 @@ def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool)
             )
     if not kernels:
         return reference(x, scale, mask, log)
-    return softmax_op(x, mask, float(scale), log)
+    return softmax_op(x, mask, scale, log)
 
 
 def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .records import ROWS, Inputs
 from .reference import Norm
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,18 +64,37 @@ SHAPE_OF_X, LAST_OF_X = ", the shape of x", " to match the last dimension of x {
 
 
 def check_buffers(
-    name: str, out: Tensor | None, residual_out: Tensor | None, x: Tensor, dtype: torch.dtype, residual_dtype: torch.dtype
-) -> None:
+    name: str, out: Tensor | None, residual_out: Tensor | None, inputs: Inputs, dtype: torch.dtype, residual_dtype: torch.dtype,
+    eager: bool,
+) -> None:  # fmt: skip
+    """eager: the tensors have memory that can be asked for."""
     for argument, buffer, accepted in (("out", out, dtype), ("residual_out", residual_out, residual_dtype)):
         if buffer is None:
             continue
-        check_operands(name, x, (accepted,), (x.shape,), SHAPE_OF_X, **{argument: buffer})
+        check_operands(name, inputs.x, (accepted,), (inputs.x.shape,), SHAPE_OF_X, **{argument: buffer})
         if not buffer.is_contiguous():
             raise ValueError(
                 f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
             )
-    if out is not None and out is residual_out:
-        raise ValueError(f"{name}: out and residual_out are the same tensor; they hold y and the residual stream, pass two")
+        for operand, t in zip(inputs._fields, inputs, strict=True) if eager else ():
+            whole = operand in ROWS and t is not None and t.data_ptr() == buffer.data_ptr() and t.dtype == buffer.dtype
+            if not (whole and t.is_contiguous()) and overlap(buffer, t):  # each row is read before it is written
+                raise ValueError(
+                    f"{name}: {argument} overlaps {operand}; it may be all of {', '.join(ROWS)}, or else no input's"
+                )
+    if out is not None and (out is residual_out or (eager and overlap(out, residual_out))):
+        raise ValueError(f"{name}: out and residual_out overlap; they hold y and the residual stream, pass two")
+
+
+def overlap(a: Tensor, b: Tensor | None) -> bool:
+    """Whether one begins in memory before the other has ended."""
+    if b is None or a.numel() == 0 or b.numel() == 0:
+        return False
+    ends = [
+        t.data_ptr() + t.itemsize * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)))
+        for t in (a, b)
+    ]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
 # What numpy's numbers and booleans are accepted for becomes Python's here, as neither Triton nor the dispatcher takes them.

@@ -81,7 +81,8 @@ def norm_fn(
         return_statistics: also return, of each row of r, the root mean square and the largest magnitude: fp32, x's leading
             shape, without a gradient. The kernel has the row in registers, so nothing is read for them.
         out_dtype: of y and y1; by default x's dtype, or that of `out`.
-        out, residual_out: buffers of x's shape for y and r; written to and returned. residual_out may be `residual` itself.
+        out, residual_out: contiguous buffers of x's shape for y and r; written to and returned. Either may be all of x,
+            residual or x1. Else they overlap neither each other nor an input, which torch.compile leaves to the caller.
         seed: fixes the masks: an int or a one-element int64 tensor on x's device. By default drawn from torch's generator.
 
     Returns:
@@ -242,7 +243,7 @@ def _run(inputs: tuple, plan: Plan, eager: bool) -> tuple:
 def _into_buffers(inputs: tuple, plan: Plan, eager: bool, out: Tensor | None, residual_out: Tensor | None) -> tuple:
     """Outputs, with these buffers for y and r."""
     x, options = inputs[0], plan.inference
-    checks.check_buffers(plan.name, out, residual_out, x, options.out_dtype, options.residual_dtype)
+    checks.check_buffers(plan.name, out, residual_out, Inputs._make(inputs), options.out_dtype, options.residual_dtype, eager)
     buffers = {name: buffer for name, buffer in (("y", out), ("r", residual_out)) if buffer is not None}
     if plan.kernels and eager and not _trains([*plan.present(inputs), *buffers.values()]):
         options = options._replace(store_residual=plan.prenorm or residual_out is not None)

@@ -47,7 +47,7 @@ def rotary_qkv_fn(
         cos, sin: [P, R/2] with R ≤ D, of the angles of positions 0 … P−1. None: nothing is turned. They get no gradient.
         heads, kv_heads: kv_heads divides heads (grouped-query attention); None: as heads.
         positions: int64 or int32, the row of the tables for each token: [..., T], or a shape that expands to it. None: 0 … T−1.
-            On the kernels a position that the tables do not have gives NaN; the reference raises IndexError.
+            A position that the tables do not have, below 0 too, turns its features into NaN: nothing waits for the device.
         norm: "layernorm" or "rmsnorm" over the features of each head, before the turn. None: no norm.
         q_weight, k_weight: [D], one for all heads, or [heads, D] and [kv_heads, D]. None is 1.
         q_bias, k_bias: shaped as the weights. None is 0.
@@ -182,7 +182,12 @@ def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     parts = options.heads, options.kv_heads, options.kv_heads
     q, k, *values = (x, k) if k is not None else x.unflatten(-1, (sum(parts), -1)).split(parts, dim=-2)
     if cos is not None and sin is not None:
-        cos, sin = (t[: q.shape[-3]] if positions is None else t[positions.long()] for t in (cos, sin))
+        if positions is None:
+            cos, sin = cos[: q.shape[-3]], sin[: q.shape[-3]]
+        else:
+            there = (positions >= 0) & (positions < len(cos))
+            rows = positions.long().where(there, 0)
+            cos, sin = cos[rows].masked_fill(~there[..., None], torch.nan), sin[rows]
     q, k = (_turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)))
     return q, k, *values
 

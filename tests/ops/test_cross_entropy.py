@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import cross_entropy, cross_entropy_fn, cross_entropy_launch, linear_cross_entropy_fn
+from ops import cross_entropy, cross_entropy_fn, cross_entropy_launch, kernels, linear_cross_entropy_fn
 from ops.cross_entropy_launch import LossTile, loss_tile, streaming_tile
 
 from .cases import BF16, FP16, FP32, covering
@@ -18,6 +18,13 @@ OPTIONS = [
 ]
 # A row whole in registers, and rows of which a part is read twice, so that the last block is full, cut, or empty.
 TILES = [LossTile(64, 12, 2, 1), LossTile(64, 1, 2, 1), LossTile(128, 2, 1, 1)]
+
+LOSSES = {
+    "F.cross_entropy": lambda hidden, weight, targets, **how: F.cross_entropy(hidden @ weight.mT, targets, **how),
+    "cross_entropy_fn": lambda hidden, weight, targets, **how: cross_entropy_fn(hidden @ weight.mT, targets, **how),
+    "in place": lambda hidden, weight, targets, **how: cross_entropy_fn(hidden @ weight.mT, targets, in_place=True, **how),
+    "linear": lambda hidden, weight, targets, **how: linear_cross_entropy_fn(hidden, weight, targets, chunks=2, **how),
+}
 
 
 def oracle(logits, targets, *, softcap=None, z_loss=0.0, label_smoothing=0.0, ignore_index=-100):
@@ -127,11 +134,13 @@ def test_targets_of_both_dtypes_and_any_ignored_number(device):
     assert cross_entropy_fn(logits, torch.full_like(targets, 7), ignore_index=7).isnan()
 
 
-def test_targets_out_of_range_raise_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: False)
+@pytest.mark.parametrize("kernels", [False, kernels.INTERPRET])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_targets_out_of_range_raise_on_the_cpu(loss, kernels, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: kernels)
     for wrong in (30, -1):
-        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
-            cross_entropy_fn(torch.randn(2, 30), torch.tensor([3, wrong]))
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            LOSSES[loss](torch.randn(2, 4), torch.randn(30, 4, requires_grad=True), torch.tensor([3, wrong]))
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -210,14 +219,6 @@ def test_the_product_computes_only_gradients_that_are_asked_for(device):
     assert not plain.requires_grad and plain == frozen
     first, second = (torch.autograd.grad(frozen, hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
-
-
-LOSSES = {
-    "F.cross_entropy": lambda hidden, weight, targets, **how: F.cross_entropy(hidden @ weight.mT, targets, **how),
-    "cross_entropy_fn": lambda hidden, weight, targets, **how: cross_entropy_fn(hidden @ weight.mT, targets, **how),
-    "in place": lambda hidden, weight, targets, **how: cross_entropy_fn(hidden @ weight.mT, targets, in_place=True, **how),
-    "linear": lambda hidden, weight, targets, **how: linear_cross_entropy_fn(hidden, weight, targets, chunks=2, **how),
-}
 
 
 @pytest.mark.parametrize("kernels", [True, False])

@@ -41,7 +41,7 @@ BUFFERS = ("out", "residual_out")
         (lambda: layer_norm_fn(X, W, None, rowscale=torch.ones(6)), "rowscale has shape (6,), expected (4, 6) or (24,), one factor for each row"),
         (lambda: layer_norm_fn(X, W, None, dropout_p=1.0), "layer_norm_fn: dropout_p must be in [0, 1), got 1.0"),
         (lambda: layer_norm_fn(X, W, None, out=X.mT.contiguous().mT), "out must be contiguous, got strides (48, 1, 6)"),
-        (lambda: layer_norm_fn(X, W, None, out=(b := torch.empty(4, 6, 8)), residual_out=b), "are the same tensor"),
+        (lambda: layer_norm_fn(X, W, None, out=(b := torch.empty(4, 6, 8)), residual_out=b), "out and residual_out overlap; they hold y"),
         (lambda: dropout_mask(0, 4, 8, 0.5, stream=-1), "dropout_mask: stream must be 0 (what x drops), 1"),
         (lambda: norm_fn("dyt", X, scalars=torch.ones(2)), "scalars has shape (2,), expected (1,), the learned scalars of dyt"),
         (lambda: norm_fn("none", X, x1=X, branch_norm="rmsnorm"), "norm_fn: x1 was given with a norm of the branch x"),

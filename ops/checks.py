@@ -77,18 +77,20 @@ def check_buffers(
                 f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
             )
         for operand, t in zip(inputs._fields, inputs, strict=True) if eager else ():
-            whole = operand in ROWS and t is not None and t.data_ptr() == buffer.data_ptr() and t.dtype == buffer.dtype
-            if not (whole and t.is_contiguous()) and overlap(buffer, t):  # each row is read before it is written
+            if t is None or not overlap(buffer, t):
+                continue
+            # Each row is read before it is written.
+            if operand not in ROWS or t.data_ptr() != buffer.data_ptr() or t.dtype != buffer.dtype or not t.is_contiguous():
                 raise ValueError(
                     f"{name}: {argument} overlaps {operand}; it may be all of {', '.join(ROWS)}, or else no input's"
                 )
-    if out is not None and (out is residual_out or (eager and overlap(out, residual_out))):
+    if out is not None and residual_out is not None and (out is residual_out or (eager and overlap(out, residual_out))):
         raise ValueError(f"{name}: out and residual_out overlap; they hold y and the residual stream, pass two")
 
 
-def overlap(a: Tensor, b: Tensor | None) -> bool:
+def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether one begins in memory before the other has ended."""
-    if b is None or a.numel() == 0 or b.numel() == 0:
+    if a.numel() == 0 or b.numel() == 0:
         return False
     ends = [
         t.data_ptr() + t.itemsize * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import check_dropout_p, check_eps, check_flags
+from .checks import as_dropout_p, as_eps, as_flags
 from .functional import norm_fn
 from .reference import Norm
 
@@ -32,12 +32,10 @@ class _Fused:
         **bias: bool,
     ) -> None:
         name = type(self).__name__
-        check_eps(name, eps)
-        check_dropout_p(name, "dropout_p", dropout_p)
-        check_flags(name, zero_centered_weight=zero_centered_weight, elementwise_affine=elementwise_affine, **bias)
-        self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
-        affine = {"elementwise_affine": elementwise_affine, **bias}  # torch.nn.LayerNorm alone has a bias
-        super().__init__(hidden_size, eps, device=device, dtype=dtype, **affine)  # type: ignore[call-arg]
+        self.dropout_p = as_dropout_p(name, "dropout_p", dropout_p)
+        flags = as_flags(name, zero_centered_weight=zero_centered_weight, elementwise_affine=elementwise_affine, **bias)
+        self.zero_centered_weight = flags.pop("zero_centered_weight")
+        super().__init__(hidden_size, as_eps(name, eps), device=device, dtype=dtype, **flags)  # type: ignore[call-arg]
         if self.kind is Norm.rmsnorm:  # as FlashAttention's: blocks pass norm.weight and norm.bias on, whichever norm it is
             self.register_parameter("bias", None)  # type: ignore[attr-defined]
 

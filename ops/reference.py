@@ -25,9 +25,10 @@ class Norm(IntEnum):
     scalars: int  # learned numbers that it has beside its weight and bias
     has_bias: bool  # mostly, which is for the choice of a tile
 
-    def __new__(cls, value: int, statistics: int, scalars: int, has_bias: bool) -> "Norm":
+    def __new__(cls, value: int, *facts: Any) -> "Norm":  # one argument in the eyes of who looks a norm up
         norm = int.__new__(cls, value)
-        norm._value_, norm.statistics, norm.scalars, norm.has_bias = value, statistics, scalars, has_bias
+        norm._value_ = value
+        norm.statistics, norm.scalars, norm.has_bias = facts
         return norm
 
     layernorm = 0, 2, 0, True

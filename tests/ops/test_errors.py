@@ -47,6 +47,8 @@ BUFFERS = ("out", "residual_out")
         (lambda: norm_fn("none", X, x1=X, branch_norm="rmsnorm"), "norm_fn: x1 was given with a norm of the branch x"),
         (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (3, 8) to match the last dimension of x"),
         (lambda: norm_fn("batchnorm", X), f"norm_fn: norm is 'batchnorm', accepted: {', '.join(norm.name for norm in Norm)}"),
+        (lambda: LayerNorm((2, 16)), "LayerNorm: hidden_size is (2, 16), expected one number"),
+        (lambda: RMSNorm([0]), "RMSNorm: hidden_size must be an int of 1 or more, got 0"),
         (lambda: LayerNorm(8, dropout_p=2), "LayerNorm: dropout_p must be in [0, 1), got 2"),
     ],
 )  # fmt: skip

@@ -72,7 +72,7 @@ def with_member(line):
 
 
 def test_a_new_norm_inherits_nothing(monkeypatch, device):
-    with pytest.raises(TypeError, match="missing 3 required positional arguments"):
+    with pytest.raises(ValueError, match="not enough values to unpack"):
         with_member("added = 5")
     for facts in ("added = 5, 1, 0, False", "added = 5, 0, 0, False"):  # with a statistic, and pointwise
         grown = with_member(facts)

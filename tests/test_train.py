@@ -13,7 +13,7 @@ from tests.runs import FakeWandb, corpus, losses, newest, read_json, train_here
 from training import checkpoint, plot, storage
 from training.checkpoint import Validation
 from training.metrics import Health, NonFiniteError
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
 

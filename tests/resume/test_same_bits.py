@@ -12,7 +12,7 @@ from tests.resume.stops import AUTO, after, in_operation, stop_with, train_and_k
 from tests.runs import bits, logged, losses, train_here
 from training import metrics as training_metrics
 from training import storage
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 
 @pytest.mark.parametrize(("impl", "by", "optimizer"), [("fused", "auto", "adamw"), ("torch", "path", "muon")])

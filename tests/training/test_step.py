@@ -17,7 +17,8 @@ from train import learning_rate, training_step
 from training.build import compile_model
 from training.checkpoint import TrainState
 from training.optimizer import adamw, parameter_groups
-from training.step import MixedPrecision, seed_micro_batch
+from training.precision import MixedPrecision
+from training.step import seed_micro_batch
 
 
 def gpt(overrides):

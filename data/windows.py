@@ -1,9 +1,10 @@
 """Windows of a file of tokens, where a device reads them.
 
 Tokens that fit lie on the device and windows are gathered there, from their first tokens. Of a larger file the host reads the
-windows, on a GPU in a thread ahead of the step that needs them.
+windows, in a thread ahead of the step that needs them.
 """
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -31,31 +32,28 @@ class Windows:
         self._tokens, self._starts_of, self._device = tokens, starts_of, device
         self._offsets = torch.arange(context + 1, device=device)
         self._resident: Tensor | None = None
-        self._buffer = torch.zeros(0)
-        self._reader: ThreadPoolExecutor | None = None
-        self._read: dict[int, Future[Tensor]] = {}
-        if device.type != "cpu" and tokens.nbytes <= RESIDENT_BYTES:
+        if tokens.nbytes <= RESIDENT_BYTES:
             # PyTorch computes with few unsigned types; `read` takes the sign away again
-            self._resident = torch.from_numpy(tokens.astype(f"i{tokens.itemsize}")).to(device)
+            signed = tokens.view(f"i{tokens.itemsize}")
             self._bits = 2 ** (8 * tokens.itemsize - (tokens.dtype.kind == "i")) - 1
+            with warnings.catch_warnings(action="ignore"):  # the array can't be written; nobody does
+                self._resident = torch.from_numpy(signed).to(device)
         else:
             self._buffer = torch.zeros(rows, context + 1, dtype=torch.int64, device=device)
-            self._reader = ThreadPoolExecutor(1) if device.type == "cuda" else None
+            self._reader = ThreadPoolExecutor(1)
+            self._read: dict[int, Future[Tensor]] = {}
 
     def forget(self) -> None:
         """Drops what was read ahead, as of another run."""
-        self._read.clear()
+        if self._resident is None:
+            self._read.clear()
 
     def load(self, step: int) -> None:
         """Makes the windows of `step` those that `read` gives, where the host reads them. Does not wait for the device."""
-        if self._resident is not None:
-            return
-        if self._reader is None:
-            self._buffer.copy_(self._of(step))
-            return
-        wanted = range(step, step + AHEAD)
-        self._read = {number: self._read.get(number) or self._reader.submit(self._of, number) for number in wanted}
-        self._buffer.copy_(self._read.pop(step).result(), non_blocking=True)
+        if self._resident is None:
+            wanted = range(step, step + AHEAD)
+            self._read = {number: self._read.get(number) or self._reader.submit(self._of, number) for number in wanted}
+            self._buffer.copy_(self._read[step].result(), non_blocking=True)
 
     def read(self, starts: Tensor) -> Tensor:
         """The windows, int64 [rows, context + 1], that begin at `starts`, int64 [rows] on the device."""
@@ -65,7 +63,12 @@ class Windows:
 
     def _of(self, step: int) -> Tensor:
         windows = torch.from_numpy(cut(self._tokens, self._starts_of(step), len(self._offsets)))
-        return windows if self._reader is None else windows.pin_memory()
+        return pinned(windows, self._device)
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor where the device can copy it from while the host goes on."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def cut(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:

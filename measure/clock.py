@@ -25,8 +25,8 @@ class Window:
 class StepClock:
     """Measures the block of `with clock.step()`. Evaluation and checkpoints go in `with clock.paused()`.
 
-    On CUDA two events enclose a step. They are read when they have passed, so that the clock does not slow the steps; but a host
-    that is too far ahead of the device waits. The first `warmup` steps (compilation, allocator, caches) are not counted.
+    On CUDA two events enclose a step. They are read once they have passed, so that the clock does not slow the steps. Only a
+    host that is too far ahead of the device waits. The first `warmup` steps (compilation, allocator, caches) are not counted.
     """
 
     def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = perf_counter) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs import Config
 from data import Batches
-from data.windows import Windows
+from data.windows import Windows, pinned
 from training.schedule import learning_rate
 
 BLOCK = 64  # steps in the table, which is made and copied at once
@@ -95,8 +95,3 @@ def seed_generator(seed: int, device: torch.device) -> None:
     """Seeds torch's generator of the device. torch.manual_seed would also store, at every step, a call and its stack trace for
     each kind of device that is not there."""
     (torch.default_generator if device.type == "cpu" else torch.get_device_module(device)).manual_seed(seed)
-
-
-def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor where a GPU can copy it from while the host goes on."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor

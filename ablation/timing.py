@@ -7,6 +7,8 @@ outside. They leave the GPU without work, so the first step of a block is not co
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from torch import Tensor
+
 from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.records import ArmTimes
 from measure.clock import StepClock
@@ -42,9 +44,7 @@ def time_arms(
     for name in list(arms):
         clock = StepClock(device, warmup=0)
         try:
-            run(arms[name], range(1), clock)
-            first[name] = arms[name].step.loss.item()
-            run(arms[name], range(1, warm_up), clock)
+            first[name] = run(arms[name], range(warm_up), clock).item()
             warm[name] = list(clock.steps_ms)
         except Exception as error:  # a library's failure is a result
             if name not in may_fail:
@@ -83,9 +83,12 @@ def time_arms(
     return {n: ArmTimes(blocks[n], positions[n], peaks.get(n), launches=None, first_loss=first[n]) for n in names}, failed
 
 
-def run(arm: Arm, steps: range, clock: StepClock) -> None:
-    """Takes training steps, which the clock times one by one. What the first reads is made before."""
+def run(arm: Arm, steps: range, clock: StepClock) -> Tensor:
+    """Takes training steps, which the clock times one by one. What the first reads is made before. Returns its loss."""
     arm.inputs.load(steps.start)
+    losses = []
     for step in steps:
         with clock.step():
             arm.step(step)
+        losses = losses or [arm.step.loss.clone()]
+    return losses[0]

@@ -151,11 +151,11 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     runs, run = [], ablate.timing.run
 
     def stopping_at(call):
-        def one(arm, batches, steps, clock):
+        def one(arm, steps, clock):
             runs.append((arm.name, steps.start))
             if len(runs) == call:
                 os.kill(os.getpid(), signal.SIGINT)
-            return run(arm, batches, steps, clock)
+            return run(arm, steps, clock)
 
         runs.clear()
         monkeypatch.setattr(ablate.timing, "run", one)

@@ -221,7 +221,7 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
     variant, cfg = work.variant, work.variant.cfg
     torch.compiler.reset()
     arms = arms_of(work, mode)
-    check_same([arm for arm in arms.values() if arm.other is None])
+    check_same([arm for arm in arms.values() if not arm.other])
 
     def keep(blocks_ms: Cycle) -> None:
         cycles.add(variant, mode, blocks_ms)

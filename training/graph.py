@@ -39,19 +39,19 @@ def captured(act: Callable[[], object], pool: Any) -> Callable[[], None]:
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """Within the block on a GPU, PyTorch tells of each operation that waits for the device, which no graph can hold. Asked
-    before a capture, because one that fails breaks what follows. The list has what was told, once the block has ended."""
+    """Within the block PyTorch tells of each operation that waits for the GPU, which no graph can hold. Asked before a capture,
+    because one that fails may break what follows. The list has their places, once the block has ended."""
     found: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")  # says that it is a prototype
+        try:
             yield found
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
     for one in caught:
-        if "synchronizing CUDA operation" in str(one.message):
+        if "called a synchronizing CUDA operation" in str(one.message):
             found.append(f"{one.filename}:{one.lineno}")
-        else:
+        elif "ynchronization debug mode" not in str(one.message):
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

@@ -8,6 +8,7 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 import signal
 import sys
 from contextlib import nullcontext, suppress
+from typing import Any
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
@@ -32,7 +33,7 @@ from training.precision import MixedPrecision
 from training.profile import UNTIMED, profiled
 from training.run import Run, Summary
 from training.sharding import is_sharded
-from training.step import TrainingStep
+from training.step import WARM_UP, TrainingStep
 
 
 def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summary:
@@ -80,20 +81,11 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     with world.shared_errors():
         sizes = quantities(cfg, corpus, model)
         run.start(facts(run.origin, precision, corpus, sizes, no_graph, world), sizes, corpus.tokenizer)
-    clock = StepClock(precision.device, warmup=UNTIMED if cfg.profile else 3)
+    clock = StepClock(precision.device, warmup=UNTIMED if cfg.profile else WARM_UP + (not no_graph))  # and the capture
     metrics = Metrics(state, cfg, corpus, precision, clock, world, run.log)
-    training_step = TrainingStep(
-        forward,
-        state,
-        Inputs(batches, cfg, model.dropout_sites, precision.device),
-        cfg,
-        precision,
-        world,
-        record=metrics.record,
-        graph=not no_graph,
-        evaluation=metrics.evaluation,
-        say=run.say,
-    )
+    inputs = Inputs(batches, cfg, model.dropout_sites, precision.device)
+    how: dict[str, Any] = {"graph": not no_graph, "record": metrics.record, "evaluation": metrics.evaluation, "say": run.say}
+    training_step = TrainingStep(forward, state, inputs, cfg, precision, world, **how)  # forward, backward, clip, optimizer
     saver = Saver(run.folder, cfg, world)
     with Interrupt(world) as interrupt:
         if state.owes_validation:

@@ -86,7 +86,7 @@ def time_arms(
 def run(arm: Arm, steps: range, clock: StepClock) -> Tensor:
     """Takes training steps, which the clock times one by one. What the first reads is made before. Returns its loss."""
     arm.inputs.load(steps.start)
-    losses = []
+    losses = list[Tensor]()
     for step in steps:
         with clock.step():
             arm.step(step)

@@ -6,6 +6,7 @@ tensors that begin as zeros: those of AdamW and Muon are.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,16 +46,9 @@ class Engine:
             self.model, corpus.val, precision, context=cfg.model.context, batch_size=rows, batches=cfg.eval.batches
         )
         self.inputs = Inputs(self._batches(cfg), cfg, self.model.dropout_sites, device)
-        self.update = TrainingStep(
-            forward,
-            self.state,
-            self.inputs,
-            cfg,
-            precision,
-            record=self._record,
-            graph=not rules.why_no_graph(cfg, Machine(device.type)),
-            evaluation=self.evaluation,
-        )
+        graph = not rules.why_no_graph(cfg, Machine(device.type))
+        how: dict[str, Any] = {"graph": graph, "record": self._record, "evaluation": self.evaluation}
+        self.update = TrainingStep(forward, self.state, self.inputs, cfg, precision, **how)
 
     @torch.no_grad()
     def begin(self, cfg: Config) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,20 +34,6 @@ def quantities(cfg: Config, corpus: Corpus, model: GPT) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of metrics whose figures may still be on their way from the device."""
-
-    step: int
-    tokens: int
-    losses: int  # in the sum
-    counted: int  # steps of the clock so far
-    figures: Tensor  # on the host: sum of losses, gradient norm
-    first_bad: Tensor  # see Health
-    scale: Tensor
-    arrived: Any  # a CUDA event; None: they are there
-
-
 class Metrics:
     """Collects what training steps give, for one line of metrics.jsonl after several steps, and evaluates.
 
@@ -70,16 +55,14 @@ class Metrics:
         log: Callable[[int, dict[str, float | None]], object],
     ) -> None:
         self.health = Health(precision.device, state.scaler)
-        self._state, self._cfg, self._corpus, self._device, self._clock, self._log = (
-            state, cfg, corpus, precision.device, clock, log
-        )  # fmt: skip
-        self._batch_tokens = cfg.train.batch_size * cfg.model.context
-        self._flops_per_token = state.model.flops_per_token()
-        gpu = torch.cuda.get_device_name(precision.device) if precision.device.type == "cuda" else ""
+        self._state, self._cfg, self._corpus, self._clock, self._log = state, cfg, corpus, clock, log
+        self._batch_tokens, self._flops_per_token = cfg.train.batch_size * cfg.model.context, state.model.flops_per_token()
+        self._gpu = precision.device.type == "cuda"
+        gpu = torch.cuda.get_device_name(precision.device) if self._gpu else ""
         self._peak_flops = world.size * (peak_flops(gpu, precision.dtype) or 0)
         state.loss_sum = state.loss_sum.to(precision.device)
         self._grad_norm = torch.zeros((), device=precision.device)
-        self._lines: deque[Line] = deque()
+        self._lines: deque[tuple[Any, Callable[[], None]]] = deque()  # the CUDA event at which a line can be written, and how
         self.evaluation = Evaluation(
             state.model,
             corpus.val,
@@ -100,21 +83,24 @@ class Metrics:
         """Counts the step that has been recorded as `state.step`, and writes lines that have arrived."""
         state = self._state
         state.losses, state.tokens = state.losses + 1, state.tokens + self._batch_tokens
-        while self._lines and self._lines[0].arrived.query():
-            self._write(self._lines.popleft())
+        while self._lines and self._lines[0][0].query():
+            self._lines.popleft()[1]()
 
     def line(self) -> None:
         """Begins a line of the steps since the last one. On a GPU it is written later, without waiting."""
-        state, gpu = self._state, self._device.type == "cuda"
-        figures = torch.stack((state.loss_sum, self._grad_norm)).to("cpu", non_blocking=gpu, copy=True)
-        first_bad, scale = (tensor.to("cpu", non_blocking=gpu, copy=True) for tensor in self.health.found())
-        arrived = torch.cuda.current_stream().record_event() if gpu else None
-        self._lines.append(
-            Line(state.step, state.tokens, state.losses, self._clock.counted, figures, first_bad, scale, arrived)
-        )
+        state = self._state
+        sent = torch.stack((state.loss_sum, self._grad_norm)), *self.health.found()
+        figures, first_bad, scale = (tensor.to("cpu", non_blocking=self._gpu, copy=True) for tensor in sent)
+        counts = (state.step, state.tokens, state.losses, self._clock.counted)
         state.loss_sum.zero_()
         state.losses = 0
-        if not gpu:
+
+        def write() -> None:
+            self.health.judge(first_bad, scale, counts[0])
+            self._write(*counts, *figures)
+
+        self._lines.append((torch.cuda.current_stream().record_event() if self._gpu else None, write))
+        if not self._gpu:
             self.flush()
 
     def flush(self) -> None:
@@ -124,31 +110,26 @@ class Metrics:
             NonFiniteError: a loss or a gradient was NaN or infinite. So do `add` and `line`.
         """
         while self._lines:
-            line = self._lines.popleft()
-            if line.arrived is not None:
-                line.arrived.synchronize()
-            self._write(line)
+            arrived, write = self._lines.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            write()
 
-    def _write(self, line: Line) -> None:
-        self.health.judge(line.first_bad, line.scale, line.step)
-        window, optim = self._clock.window(line.counted), self._cfg.optim
-        peak = self._peak_flops
+    def _write(self, step: int, tokens: int, losses: int, counted: int, loss_sum: Tensor, grad_norm: Tensor) -> None:
+        window, loss, peak = self._clock.window(counted), (loss_sum / losses).item(), self._peak_flops
         tokens_per_s = 1000 * self._batch_tokens / window.mean_ms if window else None
-        loss, grad_norm = (line.figures[0] / line.losses).item(), line.figures[1].item()
-        self._log(
-            line.step,
-            {
-                "tokens": line.tokens,
-                "train/loss": loss,
-                "train/bits_per_byte": self._corpus.train.bits_per_byte(loss),
-                "train/grad_norm": grad_norm,
-                "train/lr": learning_rate(line.step - 1, self._cfg.train.steps, optim),
-                "perf/step_ms": window.median_ms if window else None,
-                "perf/tokens_per_s": tokens_per_s,
-                "perf/mfu": self._flops_per_token * tokens_per_s / peak if peak and tokens_per_s else None,
-                "perf/peak_gb": self._clock.peak_gb,
-            },
-        )
+        line = {
+            "tokens": tokens,
+            "train/loss": loss,
+            "train/bits_per_byte": self._corpus.train.bits_per_byte(loss),
+            "train/grad_norm": grad_norm.item(),
+            "train/lr": learning_rate(step - 1, self._cfg.train.steps, self._cfg.optim),
+            "perf/step_ms": window.median_ms if window else None,
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/mfu": self._flops_per_token * tokens_per_s / peak if peak and tokens_per_s else None,
+            "perf/peak_gb": self._clock.peak_gb,
+        }
+        self._log(step, line)
 
     def validate(self, before_batch: Callable[[], None]) -> None:
         """Evaluates, keeps the last and the best validation in the state, and writes a line. All ranks call it together.

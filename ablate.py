@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from ablation.gpu_time import attribute, loss_bytes, norm_bytes
 from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
-from ablation.variants import COMPILED, EAGER, PARITY, Variant, variants_of
+from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
 from configs import ConfigError, command_line, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
@@ -52,10 +53,11 @@ from model import GPT
 from training import export
 from training.command import own_keys, program
 from training.interrupt import show
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 from training.storage import claim, relative, replace_text
 
 OUT_OF_MEMORY = 3  # exit code
+SHORT_MS = 20.0  # a longer step keeps the GPU busy without a CUDA graph
 LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
 
 
@@ -188,7 +190,10 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
         for done, (work, part) in enumerate(todo, start=1):
             bar.set_description(label(work.variant.overrides, part))
             free_memory(device)
-            if part == PARITY:
+            if part in IS_GRAPH and (step := long_step(work.variant, found.cells)):
+                words = label(work.variant.overrides, part)
+                found.notes.append(f"{words} is left out: the fastest step takes {step:.0f} ms. ablate.graph=true times it.")
+            elif part == PARITY:
                 found.parity.extend(parity.parity(work.variant, work.precision, work.corpus))
             else:
                 found.cells.append(measure(work, part, cycles, bar.update))
@@ -201,28 +206,36 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
     return found
 
 
+def long_step(variant: Variant, cells: Sequence[Cell]) -> float:
+    """The fastest step of the variant's cells so far in ms, if it is so long that the GPU is the bound and ablate.graph=null
+    times no graph; or 0."""
+    steps = [step for cell in cells if cell.overrides == variant.overrides for step in cell.steps_ms.values()]
+    return min(steps) if variant.cfg.ablate.graph is None and steps and min(steps) > SHORT_MS else 0.0
+
+
 # ---- one cell ----------------------------------------------------------------------------------------------------------------
 
 
 def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) -> Cell:
-    """The cell of a variant, eager or compiled."""
+    """The cell of a variant: eager or compiled, and as one CUDA graph or not."""
     variant, cfg = work.variant, work.variant.cfg
     torch.compiler.reset()
     arms = arms_of(work, mode)
-    check_same([arm for arm in arms.values() if arm.other is None])
-    batches = Batches(work.corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+    check_same([arm for arm in arms.values() if not arm.other])
 
     def keep(blocks_ms: Cycle) -> None:
         cycles.add(variant, mode, blocks_ms)
         done(1)
 
     may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
-    times, failed = timing.time_arms(arms, batches, may_fail, lambda names: cycles.of(variant, mode, names), keep)
+    times, failed = timing.time_arms(arms, may_fail, lambda names: cycles.of(variant, mode, names), keep)
     arms = {name: arms[name] for name in times}
     left_out = {**variant.refused, **failed}
-    if mode == COMPILED and NormImpl.compiled in cfg.ablate.arms:
+    if mode in IS_GRAPH and NANOGPT in cfg.ablate.arms:
+        left_out[NANOGPT] = "Its step is not captured."
+    if mode in IS_COMPILED and NormImpl.compiled in cfg.ablate.arms:
         left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
-    masks = [check_masks(arm, compiled=mode == COMPILED) for name, arm in arms.items() if name != AGAIN]
+    masks = [check_masks(arm, compiled=mode in IS_COMPILED) for name, arm in arms.items() if name != AGAIN]
     cell = Cell(
         overrides=variant.overrides,
         mode=mode,
@@ -235,30 +248,38 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         masks=[one for one in masks if one],
     )
     cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
-    return profiled(cell, arms, batches) if work.precision.device.type == "cuda" else cell
+    return profiled(cell, arms) if work.precision.device.type == "cuda" else cell
 
 
 def arms_of(work: Work, mode: str) -> dict[str, Arm]:
     cfg, arms = work.variant.cfg, dict[str, Arm]()
+    tokens = work.corpus.train.tokens
+    batches = Batches(tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     for name in work.variant.arms(mode):
         if name == NANOGPT:
-            arms[name] = nanogpt.nanogpt_arm(arms[TORCH], compiled=mode == COMPILED)
+            arms[name] = nanogpt.nanogpt_arm(arms[TORCH], compiled=mode in IS_COMPILED)
         else:
-            how: dict[str, Any] = {"compiled": mode == COMPILED, "like": arms.get(TORCH)}
-            arms[name] = build_arm(name, cfg, work.precision, work.corpus.tokenizer, **how)
+            how: dict[str, Any] = {"compiled": mode in IS_COMPILED, "graph": mode in IS_GRAPH, "like": arms.get(TORCH)}
+            arms[name] = build_arm(name, cfg, work.precision, work.corpus.tokenizer, batches, **how)
     return arms
 
 
-def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
-    """The cell with its kernels by kind of work."""
+def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
+    """The cell with its kernels by kind of work. Those of a CUDA graph are profiled without it, as a graph knows no places."""
     cfg, precision = arms[TORCH].cfg, arms[TORCH].precision
-    number = cfg.ablate.warmup_steps
-    batch = batches[number]  # always the same
+
+    def step(arm: Arm) -> None:
+        if arm.other:
+            arm.step(0)
+        else:
+            arm.inputs.load(0)  # always the same batch
+            arm.update.update()
+
     kernels = {  # norm sites of eager models are marked; compiled kernels name what they fuse
         name: profile_step(
-            lambda arm=arm: arm.step(batch, number),  # type: ignore[misc]
+            partial(step, arm),
             precision.device,
-            arm.state.model if cell.mode == EAGER else None,
+            arm.state.model if cell.mode in (EAGER, GRAPH) else None,
         )
         for name, arm in arms.items()
     }

@@ -37,7 +37,7 @@ from study.arms import FOLDER, Study, study_of
 from study.runs import train_all
 from training.command import own_keys, program
 from training.interrupt import show
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 from training.storage import as_storage_errors, claim, locked, relative, replace_text
 
 OUT_OF_MEMORY = 3  # exit code

@@ -31,7 +31,7 @@ from model.norm import NormSite
 from study.analysis import ArmReport, Report, analyse
 from study.arms import Arm, Study, study_of
 from study.runs import AGAIN, Found, Result, train_all
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 SEEDS = 5  # of a study
 SHIFT, FROZEN = 0.02, 0.5

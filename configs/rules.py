@@ -19,6 +19,7 @@ from configs.schema import Config
 NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
 NOT_IN_ABLATE = {  # the keys that ablate.py refuses, and why
     "train.compile": "is compared too. Use ablate.compile=true.",
+    "train.graph": "is compared too. Use ablate.graph=true.",
     "deterministic": "would change the operators. Leave it out.",
     "profile": "is done by ablate.py itself, for each cell on a GPU. Leave it out.",
 }
@@ -101,6 +102,24 @@ def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) 
     return list(changed)
 
 
+def why_no_graph(cfg: Config, machine: Machine) -> str:
+    """Why a step of cfg can't be one CUDA graph on this machine; empty where it can."""
+    train = cfg.train
+    if train.graph is False:
+        return "train.graph=false"
+    if machine.device != "cuda":
+        return f"CUDA graphs are for CUDA devices; this run is on {machine.device}"
+    if machine.by_torchrun:
+        return "a graph is of one process; torchrun started this one"
+    if train.compile and train.compile_mode in schema.CUDA_GRAPHS:
+        return f"train.compile_mode={train.compile_mode} makes graphs of its own"
+    if train.recompute and schema.draws_from_torch(cfg.model, cfg.norm):
+        return "train.recompute=true reads the state of torch's generator, from which this model draws dropout"
+    if cfg.profile:
+        return "profile=true tells which operator launched a kernel, which a graph does not know"
+    return ""
+
+
 def _raise_if(broken: Iterable[str]) -> None:
     if text := "\n".join(broken):
         raise ConfigError(text)
@@ -164,6 +183,10 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
             yield f"{mode} makes CUDA graphs, which are for a single process on a CUDA device. Use another mode."
         if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
             yield f"{mode} chooses kernels by measured speed, and deterministic=true needs the same bits. Use one of them."
+    if train.graph not in (True, False, "auto"):
+        yield f"train.graph={train.graph}: takes auto, true or false."
+    if train.graph is True and (why := why_no_graph(cfg, machine)):
+        yield f"train.graph=true: {why}. Use train.graph=auto."
     if (optim.warmup_steps or 0) > train.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}. Use null: a twentieth of them."
     if optim.schedule is not schema.Schedule.constant and optim.lr < (optim.min_lr or 0):

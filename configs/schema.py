@@ -80,6 +80,13 @@ class DropoutMasks(Choice):
     shared = "shared", "torch drops the same elements as fused, which loss parity needs"
 
 
+def draws_from_torch(model: "ModelConfig", norm: "NormConfig") -> bool:
+    """Whether the blocks of a model draw dropout from torch's generator."""
+    attention = model.dropout if model.attention_dropout is None else model.attention_dropout
+    seeded = norm.impl is NormImpl.fused or norm.dropout_masks is DropoutMasks.shared
+    return attention > 0 or (model.dropout > 0 and not seeded)
+
+
 @dataclass
 class NormConfig:
     """Which norm, where, and which operator computes it. impl and dropout_masks change nothing about the model."""
@@ -278,6 +285,7 @@ class TrainConfig:
         "default", "or reduce-overhead, max-autotune, max-autotune-no-cudagraphs", "speed", only="compile=true parallel!=fsdp"
     )
     recompute: bool = key(False, "compute blocks again in backward: less memory, slower", "speed")
+    graph: bool | str = key("auto", "the whole step as one CUDA graph; auto: true where it can be", "speed")
 
 
 @dataclass
@@ -359,6 +367,7 @@ class AblateConfig:
     warmup_steps: int = key(3, "steps before the first block of an arm", "nothing", at_least=1)
     compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", "nothing")
     eager: bool = key(True, "false: compiled cells alone; needs ablate.compile=true, or a GPU", "nothing")
+    graph: bool | None = key(None, "true: as one CUDA graph too; null: on a GPU if a step is short", "nothing")
     parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", "nothing", at_least=0)
     parity_steps: int = key(10, "optimizer steps of a parity run", "nothing", only="parity_seeds!=0", at_least=1)
 

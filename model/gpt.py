@@ -20,6 +20,7 @@ from configs.schema import (
     Positions,
     ResidualDtype,
     ResidualScale,
+    draws_from_torch,
 )
 from model.attention import Attention, rotary_table
 from model.block import ParallelBlock, SequentialBlock, norm_site
@@ -105,7 +106,8 @@ class GPT(nn.Module):
             inputs = (x, x1, residual, rotary, site_seeds[first : first + self.sites_per_block])
             if self.recompute and self.training:
                 # the same masks come from the same seeds, or from the state of torch's generator, which checkpoint restores
-                x, x1, residual = checkpoint(block, *inputs, use_reentrant=False)
+                draws = draws_from_torch(self.cfg, self.norm)
+                x, x1, residual = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
             else:
                 x, x1, residual = block(*inputs)
         return self.predict(x, x1, residual, site_seeds[-1], targets)

@@ -24,7 +24,7 @@ from study.arms import Arm, Study
 from study.engine import Engine
 from study.probes import probe, spikes
 from study.timing import block_times, cycles_of
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 from training.storage import as_storage_errors
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds

@@ -21,8 +21,8 @@ from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
 from training import checkpoint
 from training.command import find_start
+from training.precision import MixedPrecision
 from training.run import open_run
-from training.step import MixedPrecision
 from training.storage import read_metrics
 
 ROOT = Path(__file__).parent.parent

@@ -151,11 +151,11 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     runs, run = [], ablate.timing.run
 
     def stopping_at(call):
-        def one(arm, batches, steps, clock):
+        def one(arm, steps, clock):
             runs.append((arm.name, steps.start))
             if len(runs) == call:
                 os.kill(os.getpid(), signal.SIGINT)
-            return run(arm, batches, steps, clock)
+            return run(arm, steps, clock)
 
         runs.clear()
         monkeypatch.setattr(ablate.timing, "run", one)
@@ -259,14 +259,16 @@ def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left
     def variant(*more):
         return ablate.variants_of([*tiny, *more])[0]
 
-    assert variant("ablate.compile=false").modes == ["eager"] and variant("ablate.eager=false").modes == ["compiled"]
+    assert variant("ablate.compile=false", "ablate.graph=false").modes == ["eager"]
+    assert variant("ablate.eager=false").modes == ["compiled", "compiled graph"]
     with pytest.raises(ablate.ConfigError, match=r"ablate\.eager=false: leaves nothing to time.*ablate\.compile=true"):
         variant("ablate.eager=false", "ablate.compile=false")
     three = variant("ablate.arms=[torch,compiled,fused]")
-    assert three.modes == ["eager", "compiled"]
-    assert three.arms("eager") == [TORCH, AGAIN, "compiled", FUSED] and three.arms("compiled") == [TORCH, AGAIN, FUSED]
+    assert three.modes == ["eager", "compiled", "graph", "compiled graph"]
+    for mode in three.modes:
+        assert three.arms(mode) == [TORCH, AGAIN, *(["compiled"] if mode in ("eager", "graph") else []), FUSED]
     two = variant("ablate.arms=[torch,compiled]")
-    assert two.modes == ["eager"] and two.subject == "compiled"
+    assert two.modes == ["eager", "graph"] and two.subject == "compiled"
 
 
 def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_alone(tiny, gpu):

@@ -13,8 +13,8 @@ from model.loss import TWO_PASSES
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World
 from training.optimizer import make_optimizer
+from training.precision import MixedPrecision
 from training.sharding import shard
-from training.step import MixedPrecision
 
 
 class Built(NamedTuple):

@@ -26,8 +26,8 @@ from training import checkpoint, storage, tracking
 from training.distributed import ALONE, World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
+from training.precision import MixedPrecision, set_deterministic
 from training.run import Run, Start, Summary, open_run
-from training.step import MixedPrecision, set_deterministic
 from training.storage import StorageError, relative
 
 Train = Callable[[Config, Run, Machine, World], Summary]
@@ -195,9 +195,10 @@ def _first_start(cfg: Config, folder: Path) -> Start:
 
 
 def facts(
-    origin: Start, precision: MixedPrecision, corpus: Corpus, sizes: dict[str, float], world: World = ALONE
+    origin: Start, precision: MixedPrecision, corpus: Corpus, sizes: dict[str, float], no_graph: str, world: World = ALONE
 ) -> dict[str, str]:
-    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
+    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`, and
+    `no_graph` is what `rules.why_no_graph` says."""
     cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     norm, ran = cfg.norm, ops.backend_for(device) if cfg.norm.impl is NormImpl.fused else cfg.norm.impl.meaning
@@ -208,6 +209,7 @@ def facts(
         + (f", {world.size} ranks" if world.store else "")
         + (", fsdp" if cfg.parallel is Parallel.fsdp else ""),
         "precision": str(precision) + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else ""),
+        "step": f"no CUDA graph: {no_graph}" if no_graph else "one CUDA graph, after the first steps",
         "norms": f"{norm.impl} {norm.kind}, {norm.placement}, weight {norm.weight}: {ran}",
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"
         + (f", with the weights of {cfg.init_from}" if cfg.init_from and not origin.stored else ""),

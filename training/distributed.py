@@ -82,9 +82,10 @@ class World:
 
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
+        if self.size == 1:
+            return number
         largest = torch.tensor(number)
-        if self.size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -114,10 +114,31 @@ class Chained(torch.optim.Optimizer):
         self.optimizers = optimizers
         self._share()
 
+    # a gradient scaler then leaves `found_inf` and `grad_scale` here, where it would else wait for the device to skip a step
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "an optimizer that computes the loss again is not supported"
+        found_inf = getattr(self, "found_inf", None)
         for optimizer in self.optimizers:
-            optimizer.step()
+            if found_inf is None:
+                optimizer.step()
+            elif getattr(optimizer, "_step_supports_amp_scaling", False):
+                vars(optimizer).update(grad_scale=None, found_inf=found_inf)  # clipping has unscaled the gradients
+                optimizer.step()
+                del vars(optimizer)["grad_scale"], vars(optimizer)["found_inf"]
+            else:
+                before = {id(tensor): tensor.clone() for tensor in self._tensors(optimizer)}
+                optimizer.step()
+                for tensor in self._tensors(optimizer):  # state that the step has made began as zeros
+                    was = before.get(id(tensor), torch.zeros_like(tensor))
+                    tensor.copy_(torch.where(found_inf > 0, was, tensor))
+
+    def _tensors(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """The parameters of one of them, and their state."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [*parameters, *(value for p in parameters for value in self.state[p].values())]
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)

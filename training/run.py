@@ -36,7 +36,7 @@ FIGURES = {  # of a line that is shown
     "val/bits_per_byte": "{:.4f} bits per byte",
     "train/lr": "lr {:.1e}",
     "perf/tokens_per_s": "{:,.0f} tokens/s",
-    "perf/step_ms": "{:.0f} ms/step",
+    "perf/step_ms": "{:.4g} ms/step",
     "perf/mfu": "MFU {:.1%}",
 }
 
@@ -75,7 +75,7 @@ class Summary:
         final, best, picture = self.final, self.best, self.folder / "loss.png"
         lines = {
             "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
-            "step time": f"{self.step_ms:.1f} ms (median)" if self.step_ms else "only warm-up steps were run",
+            "step time": f"{self.step_ms:.4g} ms (median)" if self.step_ms else "only warm-up steps were run",
             **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
             "more text": shlex.join(["python", "sample.py", relative(self.folder)]),
         }

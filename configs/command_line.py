@@ -76,12 +76,17 @@ def refuse(error: ConfigError) -> int:
 
 
 @contextmanager
-def as_config_errors() -> Iterator[None]:
-    """Raises what the data or the model refuse as a ConfigError."""
+def as_config_errors(argument: str = "") -> Iterator[None]:
+    """Raises what the data or the model refuse, and an OSError of a path, as a ConfigError. Its message begins with `argument`,
+    such as resume=PATH."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        of_path = isinstance(error, OSError) and error.errno is not None
+        said = [argument or error.filename, f"{error.strerror}."] if of_path else [argument, error]
+        raise ConfigError(": ".join(str(part) for part in said if part)) from error
 
 
 def now() -> str:

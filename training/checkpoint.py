@@ -22,12 +22,13 @@ import torch
 from safetensors.torch import load_file, save
 
 from configs import Config, ConfigError, from_dict, to_dict
+from configs.command_line import as_config_errors
 from configs.compose import as_typed
+from measure.files import relative
 from model import GPT
 from training import storage
 from training.distributed import ALONE, World
 from training.sharding import gather_to_host, is_sharded, sharded_like
-from training.storage import relative
 
 FORMAT = 2
 MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors", "state.json", "tokenizer.json"
@@ -190,7 +191,8 @@ def read(path: Path, *, verified: bool = False) -> Stored:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    path = locate(path)
+    with as_config_errors(str(path)):
+        path = locate(path)
     try:
         if not verified:
             storage.verify(path, (MODEL, STATE, TOKENIZER))

@@ -84,9 +84,10 @@ def as_config_errors(argument: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        of_path = isinstance(error, OSError) and error.errno is not None
-        said = [argument or error.filename, f"{error.strerror}."] if of_path else [argument, error]
-        raise ConfigError(": ".join(str(part) for part in said if part)) from error
+        where, why = argument, str(error)
+        if isinstance(error, OSError) and error.strerror:
+            where, why = argument or str(error.filename), f"{error.strerror}."
+        raise ConfigError(f"{where}: {why}" if where else why) from error
 
 
 def now() -> str:

@@ -1,6 +1,7 @@
 """The style of all pictures: no display, few lines, and one colour for one thing, whatever picture it is in."""
 
 import logging
+import math
 import os
 import textwrap
 from collections.abc import Mapping
@@ -74,8 +75,19 @@ def bare(axes: Any, grid: str = "both") -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(ticker.NullFormatter())
         if isinstance(axis.get_major_locator(), ticker.LogLocator):
-            axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.set_major_locator(_Logarithmic())
             axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+
+
+class _Logarithmic(ticker.LogLocator):
+    """Two to six numbers, whatever the axis spans. LogLocator has none for less than a decade, or for many on a low panel."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        if vmax < 10 * vmin:
+            return ticker.MaxNLocator(4).tick_values(vmin, vmax)
+        first, last = math.floor(math.log10(vmin)), math.ceil(math.log10(vmax))
+        factors = (1, 3) if vmax < 100 * vmin else (1,)
+        return [factor * 10.0**power for power in range(first, last + 1, (last - first) // 5 + 1) for factor in factors]
 
 
 def legend_below(figure: Any, entries: Mapping[str, Any]) -> None:

@@ -40,7 +40,9 @@ class Store:
                 "measured anew."
             )
         facts = flat(json.loads(json.dumps(facts)))
-        before = self.lines.pop(0) if self.lines else self._append(facts) and self.lines.pop()
+        if not self.lines:
+            self._append(facts)
+        before = self.lines.pop(0)
         if changed := [name for name in before | facts if before.get(name) != facts.get(name)]:
             pairs = (f"{name}={keys.shown(facts.get(name))}, there {keys.shown(before.get(name))}" for name in changed[:4])
             raise ConfigError(f"{relative(path)} is of something else: {'; '.join(pairs)}. Change it, or name another folder.")

@@ -148,7 +148,7 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     run = folder if auto else Path(cfg.resume)
     if run.name == storage.FOLDER:
         run = run.parent
-    with as_config_errors(this):
+    with as_config_errors(f"folder={folder}" if auto else this):
         kept, problems = storage.newest(run)
         if kept is None and auto:
             return _first_start(cfg, folder)

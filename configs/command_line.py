@@ -11,6 +11,7 @@ from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 
+import yaml
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from configs import compose, keys, machine, rules
@@ -83,7 +84,7 @@ def as_config_errors(argument: str = "") -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, yaml.YAMLError) as error:
         where, why = argument, str(error)
         if isinstance(error, OSError) and error.strerror:
             where, why = argument or str(error.filename), f"{error.strerror}."

@@ -55,10 +55,8 @@ def sync(path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Deletes a file or a folder, if it is there."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)  # of a file it does nothing
+    path.unlink(missing_ok=True)
 
 
 def relative(path: Path) -> str:

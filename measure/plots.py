@@ -83,11 +83,10 @@ class _Logarithmic(ticker.LogLocator):
     """Two to six numbers, whatever the axis spans. LogLocator has none for less than a decade, or for many on a low panel."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
-        if vmax < 10 * vmin:
+        if vmax < 100 * vmin:
             return ticker.MaxNLocator(4).tick_values(vmin, vmax)
         first, last = math.floor(math.log10(vmin)), math.ceil(math.log10(vmax))
-        factors = (1, 3) if vmax < 100 * vmin else (1,)
-        return [factor * 10.0**power for power in range(first, last + 1, (last - first) // 5 + 1) for factor in factors]
+        return [10.0**power for power in range(first, last + 1, (last - first) // 5 + 1)]
 
 
 def legend_below(figure: Any, entries: Mapping[str, Any]) -> None:

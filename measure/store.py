@@ -36,8 +36,7 @@ class Store:
                 if self._append(line) == text:
                     continue
             raise ConfigError(
-                f"{relative(path)}: line {number} is not as it was written. Delete it and all lines after it: what they had is "
-                "measured anew."
+                f"{relative(path)}: line {number} is not as it was written. Delete it and all after it, to remake them."
             )
         facts = flat(json.loads(json.dumps(facts)))
         if not self.lines:

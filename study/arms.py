@@ -137,10 +137,7 @@ def _read(name: str) -> dict[str, Any]:
             known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
             near = keys.did_you_mean(name, known)
             raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
-        try:
-            found, takes = yaml.safe_load(path.read_text(encoding="utf-8")), (*WORDS, "arguments", "arms")
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
+        found, takes = yaml.safe_load(path.read_text(encoding="utf-8")), (*WORDS, "arguments", "arms")
     if not isinstance(found, dict) or set(found) - set(takes):
         raise ConfigError(f"study={name}: takes {', '.join(takes)}, got {', '.join(found or [])}.")
     return found

@@ -191,17 +191,14 @@ def read(path: Path, *, verified: bool = False) -> Stored:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    with as_config_errors(str(path)):
+    with as_config_errors(f"{path}: not a readable checkpoint"):
         path = locate(path)
-    try:
         if not verified:
             storage.verify(path, (MODEL, STATE, TOKENIZER))
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        if state["format"] != FORMAT:
-            raise ValueError(f"its format is {state['format']}, and this version reads {FORMAT}")
+        if state.get("format") != FORMAT:
+            raise ValueError(f"its format is {state.get('format')}, and this version reads {FORMAT}")
         return Stored(path, state, (path / TOKENIZER).read_text(encoding="utf-8"), from_dict(state["config"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: not a readable checkpoint: {error}") from error
 
 
 def locate(path: Path) -> Path:

@@ -33,10 +33,7 @@ from training.step import MixedPrecision, set_deterministic
 
 Train = Callable[[Config, Run, Machine, World], Summary]
 
-NO_FOLDER = (
-    "resume=auto goes on in the folder that the command names, and this one names none, so that each start would have "
-    "a new one. Add folder=runs/NAME (in a sweep it is the sweep's folder)."
-)
+NO_FOLDER = "resume=auto goes on in the folder that the command names: add folder=runs/NAME (in a sweep that of the sweep)."
 
 
 # ---- train.py ----------------------------------------------------------------------------------------------------------------
@@ -224,20 +221,11 @@ def facts(
 
 @contextmanager
 def place(cfg: Config, name: str, what: str) -> Iterator[Path]:
-    """The folder of a program that measures, locked: a new one, or with resume=auto that of an earlier process.
-
-    Args:
-        name: of the program, such as "ablate.py".
-        what: ends the name of a folder that the command does not name.
-
-    Raises:
-        ConfigError: it can't be used.
-    """
+    """The folder of the program `name`, locked: a new one, or with resume=auto that of an earlier process. `what` ends its name
+    where the command names none. Raises ConfigError: it can't be used."""
     if cfg.resume not in ("never", "auto"):
-        raise ConfigError(
-            f"resume={cfg.resume}: {name} goes on with folder={cfg.resume} resume=auto and the same arguments. For the weights "
-            "of a run: init_from=PATH."
-        )
+        goes_on = f"{name} goes on with folder={cfg.resume} resume=auto and the same arguments"
+        raise ConfigError(f"resume={cfg.resume}: {goes_on}. For the weights of a run: init_from=PATH.")
     if (resumes := cfg.resume == "auto") and not cfg.folder:
         raise ConfigError(NO_FOLDER)
     wanted = Path(cfg.folder or f"runs/{command_line.now()}_{what}")

@@ -143,31 +143,23 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def claim(folder: Path, program: str, *, resumes: bool = False) -> Iterator[Path]:
-    """Makes a folder for the files of one program, or takes an empty one. A number is appended to its name if a program has it.
-
-    The folder is locked to the end of the block, and of the process, however that ends.
-
-    Args:
-        program: such as "compare.py", which the folder then has as its mark.
-        resumes: take a folder that `program` has, and none with a number.
+    """Takes a folder that is new or empty for the files of `program`, such as "compare.py", and locks it to the end of the block, and
+    of the process. With `resumes` it may be one that `program` has. Else its name gets a number if a program has it.
 
     Raises:
         ConfigError: the folder can't be made or written, has files that are not of `program`, or is locked.
     """
     with as_config_errors(f"folder={folder}"):
         taken = _take(folder, program, resumes)
-        lock = FileLock(taken / ".lock", timeout=0)
         try:
-            lock.acquire()
+            lock = FileLock(taken / ".lock", timeout=0).acquire()
         except Timeout:
             raise ConfigError(
                 f"{relative(taken)}: another process is at work there. Wait for it or stop it. If there is none, as on a file "
                 "system without locks after a kill, delete the file .lock there."
             ) from None
-    try:
+    with lock:
         yield taken
-    finally:
-        lock.release()
 
 
 def _take(folder: Path, program: str, resumes: bool) -> Path:

@@ -64,9 +64,7 @@ def test_a_line_that_is_not_as_it_was_written_is_named_and_what_is_before_it_can
     lines = kept(path)
     path.write_text("".join(f"{line}\n" for line in damage(lines)))
     wrong = next(at for at, line in enumerate(damage(lines)) if line != lines[at])
-    with pytest.raises(
-        ConfigError, match=rf"runs\.jsonl: line {wrong + 1} is not as it was written\. Delete it and all lines after"
-    ):
+    with pytest.raises(ConfigError, match=rf"runs\.jsonl: line {wrong + 1} is not as it was written\. Delete it"):
         kept(path)
     path.write_text("".join(f"{line}\n" for line in lines[:wrong]))  # what the message says
     assert [json.loads(line)["number"] for line in kept(path)[1:]] == [*range(max(wrong - 1, 0)), 0, 1, 2]

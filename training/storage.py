@@ -143,8 +143,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def claim(folder: Path, program: str, *, resumes: bool = False) -> Iterator[Path]:
-    """Takes a folder that is new or empty for the files of `program`, such as "compare.py", and locks it to the end of the block, and
-    of the process. With `resumes` it may be one that `program` has. Else its name gets a number if a program has it.
+    """Takes a folder that is new or empty for the files of `program`, such as "compare.py", and locks it until the block or
+    the process ends. With `resumes` it may be one that `program` has. Else its name gets a number if a program has it.
 
     Raises:
         ConfigError: the folder can't be made or written, has files that are not of `program`, or is locked.

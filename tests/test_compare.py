@@ -44,7 +44,8 @@ def test_it_leaves_a_report_and_pictures(studied):
 
 def results(folder):
     """The runs that a folder keeps."""
-    lines = [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    path = folder / "runs.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     return [{name: of for name, of in line.items() if name != "sum"} for line in lines if "evaluated" in line]
 
 
@@ -62,7 +63,7 @@ def test_killed_it_goes_on_with_the_same_command(studied, tiny, tmp_path):
     folder = tmp_path / "study"
     command = [sys.executable, str(ROOT / "compare.py"), *tiny, *SWEEP, f"folder={folder}", "resume=auto"]
     process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
-    wait_until(process, (folder / "runs.jsonl").is_file)
+    wait_until(process, lambda: results(folder))
     process.kill()
     process.wait()
     assert len(results(folder)) < 2 * 2 * 2 + 2

@@ -37,13 +37,14 @@ from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
 from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
-from configs import ConfigError, command_line, machine, rules
+from configs import command_line, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import launches, profile_step, shares
 from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
 from measure.environment import environment
+from measure.files import relative, replace_text
 from measure.progress import progress
 from measure.schedule import Cycle
 from measure.sources import fingerprints
@@ -51,10 +52,9 @@ from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training import export
-from training.command import own_keys, program
+from training.command import own_keys, place, program
 from training.interrupt import show
 from training.precision import MixedPrecision
-from training.storage import claim, relative, replace_text
 
 OUT_OF_MEMORY = 3  # exit code
 SHORT_MS = 20.0  # a longer step keeps the GPU busy without a CUDA graph
@@ -68,18 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> int:
         nonlocal folder
         variants = variants_of(arguments)
-        works = [prepare(variant) for variant in variants]
-        folder, cycles = place(variants)
-        try:
-            found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
-        except torch.OutOfMemoryError as error:
-            why = f"out of memory: {str(error).splitlines()[0]}"
-            print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
-            return OUT_OF_MEMORY
-        show(report.table(found))
-        show(f"report: {relative(folder)}/report.md")
-        show(f"W&B: {tracking.log(found, variants, folder)}")
-        return 0 if all(one.holds for one in found.parity) else 1
+        works, cfg = [prepare(variant) for variant in variants], variants[0].cfg
+        with place(cfg, "ablate.py", "ablation") as folder:
+            device = torch.device(machine.inspect(cfg.device).device)
+            cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
+            if cycles.exit_code is not None and (folder / "report.json").is_file():
+                show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
+                return cycles.exit_code
+            try:
+                found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
+            except torch.OutOfMemoryError as error:
+                why = f"out of memory: {str(error).splitlines()[0]}"
+                print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
+                return OUT_OF_MEMORY
+            code = 0 if all(one.holds for one in found.parity) else 1
+            cycles.add({"exit_code": code})
+            show(report.table(found))
+            show(f"report: {relative(folder)}/report.md")
+            show(f"W&B: {tracking.log(found, variants, folder)}")
+            return code
 
     def stopped() -> str:
         if folder is None or not (folder / kept.FILE).is_file():
@@ -127,26 +134,6 @@ def prepare(variant: Variant) -> Work:
         *(["The Amdahl limit counts the bytes of norm.placement=pre."] if cfg.norm.placement is not Placement.pre else []),
     ]
     return Work(variant, precision, corpus, " ".join(size))
-
-
-def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
-    """The folder of the ablation, and its cycles: a new one, or with resume=auto that of an ablation which was stopped.
-
-    Raises:
-        ConfigError: it can't be used.
-    """
-    cfg = variants[0].cfg
-    if cfg.resume not in ("never", "auto"):
-        raise ConfigError(
-            f"resume={cfg.resume}: an ablation goes on with folder={cfg.resume} resume=auto and the same arguments. For the "
-            "weights of a run: init_from=PATH."
-        )
-    wanted = folder = Path(cfg.folder or f"runs/{command_line.now()}_ablation")
-    if cfg.resume == "never" or not (wanted / kept.FILE).is_file():
-        folder = claim(wanted)
-    if folder != wanted:
-        show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
-    return folder, Kept(folder, kept.facts_of(variants, facts(torch.device(machine.inspect(cfg.device).device))))
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -202,7 +189,6 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
             so_far = replace(found, unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
             records.save(so_far, folder)
             report.write(so_far, folder)
-    cycles.remove()  # the report has them
     return found
 
 
@@ -224,7 +210,7 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
     check_same([arm for arm in arms.values() if not arm.other])
 
     def keep(blocks_ms: Cycle) -> None:
-        cycles.add(variant, mode, blocks_ms)
+        cycles.keep(variant, mode, blocks_ms)
         done(1)
 
     may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}

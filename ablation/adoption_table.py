@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ablation.adopted_models import default_loss, results_of
+from measure.files import replace_text
 from ops import Adoption, adopt
 
 MODELS = tomllib.loads(Path(__file__).with_name("adoption_models.toml").read_text())
@@ -77,7 +78,7 @@ def main(names: list[str]) -> None:
     if not names:
         lines = [f"| {' | '.join(row)} |" for row in [("model", "norms replaced", "one kernel each", "parity"), *rows]]
         top = [f"{HEAD}{good} of {len(rows)} models have fused sums.\n", lines[0], "|---|---|---|---|"]
-        TABLE.write_text("\n".join([*top, *lines[1:], ""]))
+        replace_text(TABLE, "\n".join([*top, *lines[1:], ""]))
 
 
 def _of_timm(name: str) -> tuple[nn.Module, Any]:

@@ -37,9 +37,9 @@ def load(path: str | None) -> ModuleType:
     Raises:
         ConfigError: no such file, one that can't be imported, or one without GPT and GPTConfig.
     """
-    file = Path(path or "")
-    file = file / "model.py" if file.is_dir() else file
     try:
+        file = Path(path or "")
+        file = file / "model.py" if file.is_dir() else file
         module = ModuleType(MODULE)
         sys.modules[MODULE] = module  # where its dataclass looks its annotations up
         SourceFileLoader(MODULE, str(file)).exec_module(module)

@@ -11,9 +11,9 @@ from ablation.rounding import Distances, Quantity
 from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
 from measure.comparison import AGAIN, TORCH, Comparison, Pairs, cycle_times
+from measure.files import replace_text
 from measure.statistics import Interval, spread
 from measure.tables import label
-from training.storage import replace_text
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,6 @@ def save(ablation: Ablation, folder: Path) -> None:
             turns = zip(positions, blocks, strict=True)
             steps += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
             kernels += [of | kernel for kernel in of_arms.get(name, ())]
-    folder.mkdir(parents=True, exist_ok=True)
     for file, lines in (("steps.jsonl", steps), ("kernels.jsonl", kernels)):
         replace_text(folder / file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     replace_text(folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

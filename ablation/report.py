@@ -11,9 +11,9 @@ from ablation.records import Ablation, Cell
 from ablation.variants import GRAPH
 from measure import tables
 from measure.comparison import AGAIN, NO_KERNEL, is_different
+from measure.files import replace_text
 from measure.statistics import spread
 from measure.tables import NOTHING, aligned, capital, interval_text, label, markdown, number, section, wrapped
-from training.storage import as_storage_errors, replace_text
 
 WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
 EXPLAINED = "docs/ablation.md has the protocol, and explains each table. report.json and config.yaml have all figures and keys."
@@ -23,8 +23,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
     """Writes report.md and its plots; returns the path of report.md."""
     cells = ablation.cells
     took = f"{tables.machine(ablation.environment)}. The ablation has taken {ablation.environment.get('minutes')} minutes."
-    with as_storage_errors(folder):
-        pictures = _pictures(ablation, folder)
+    pictures = _pictures(ablation, folder)
     parts = [
         f"# {_headline(ablation)}",
         _listed(_verdicts(ablation)),

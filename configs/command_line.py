@@ -13,6 +13,8 @@ from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 
+import yaml
+
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
 from configs.schema import Config
@@ -92,26 +94,18 @@ def record_for_torchrun(error: Exception) -> None:
 
 
 @contextmanager
-def as_config_errors() -> Iterator[None]:
-    """Raises what the data or the model refuse as a ConfigError."""
-    with files_as_config_errors():
-        try:
-            yield
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-
-@contextmanager
-def files_as_config_errors() -> Iterator[None]:
-    """Raises an error of a file that a command names, such as one whose name is too long, as a ConfigError."""
+def as_config_errors(argument: str = "") -> Iterator[None]:
+    """Raises what the data or the model refuse, and an OSError of a path, as a ConfigError. Its message begins with `argument`,
+    such as resume=PATH."""
     try:
         yield
-    except OSError as error:
-        if error.errno and not error.filename:  # of a stream
-            raise
-        raise ConfigError(f"{error.filename}: {error.strerror}." if error.filename else str(error)) from error
+    except ConfigError:
+        raise
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        where, why = argument, str(error)
+        if isinstance(error, OSError) and error.strerror:
+            where, why = argument or str(error.filename), f"{error.strerror}."
+        raise ConfigError(f"{where}: {why}" if where else why) from error
 
 
 def now() -> str:

@@ -39,7 +39,7 @@ def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path, capsys):
     assert configs.from_dict(yaml.safe_load((summary.folder / "config.yaml").read_text())).train.steps == 30
     kept = {path.suffix for path in newest(summary.folder).iterdir()}
     assert kept == {".safetensors", ".json", ""}, "no file that can hold code; the sums have no suffix"
-    files = "config.yaml environment.json metrics.jsonl summary.json tokenizer.json sample.txt loss.png run.json .lock"
+    files = "config.yaml environment.json metrics.jsonl summary.json tokenizer.json sample.txt loss.png run.json .lock .program"
     assert {path.name for path in summary.folder.iterdir()} == {*files.split(), "checkpoints"}
 
 

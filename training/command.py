@@ -8,7 +8,8 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,20 +18,22 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import configs
 import ops
 from configs import Config, ConfigError, command_line, machine, rules
-from configs.command_line import Job
+from configs.command_line import Job, as_config_errors
 from configs.machine import Machine
 from configs.schema import NormImpl, Parallel, Precision
 from data import Corpus, identity
 from measure.environment import environment
+from measure.files import StorageError, relative
 from training import checkpoint, storage, tracking
 from training.distributed import ALONE, World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
 from training.precision import MixedPrecision, set_deterministic
 from training.run import Run, Start, Summary, open_run
-from training.storage import StorageError, relative
 
 Train = Callable[[Config, Run, Machine, World], Summary]
+
+NO_FOLDER = "resume=auto goes on in the folder that the command names: add folder=runs/NAME (in a sweep that of the sweep)."
 
 
 # ---- train.py ----------------------------------------------------------------------------------------------------------------
@@ -139,22 +142,18 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
         return Start(cfg, folder)
     auto, this = cfg.resume == "auto", f"resume={cfg.resume}"
     if auto and not chosen:
-        raise ConfigError(
-            "resume=auto goes on in the folder that the command names, and this one names none, so that each start would have "
-            "a new one. Add folder=runs/NAME (in a sweep it is the sweep's folder)."
-        )
+        raise ConfigError(NO_FOLDER)
     run = folder if auto else Path(cfg.resume)
     if run.name == storage.FOLDER:
         run = run.parent
-    try:
+    with as_config_errors(f"folder={folder}" if auto else this):
         kept, problems = storage.newest(run)
         if kept is None and auto:
             return _first_start(cfg, folder)
         found = kept or checkpoint.locate(run)
         if kept is None:
             storage.verify(found)
-    except ValueError as error:
-        raise ConfigError(f"{this}: {error}") from error
+        here = folder.exists() and folder.samefile(run)
     stored = checkpoint.read(found, verified=True)
     before = stored.cfg
     if not auto:  # an earlier command's resume_with_changes does not count for this one
@@ -163,10 +162,10 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     if cfg.train.precision is Precision.auto:  # another device would choose another dtype
         cfg.train.precision = before.train.precision
     finished = auto and Start(cfg, run, stored, in_place=True).finished
-    with command_line.as_config_errors():  # a finished run needs its text no more
+    with as_config_errors():  # a finished run needs its text no more
         same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
     changed = rules.check_resumed(before, cfg, same_corpus)
-    in_place = auto or (kept is not None and (folder.resolve() == run.resolve() if chosen else not changed))
+    in_place = auto or (kept is not None and (here if chosen else not changed))
     if in_place and not auto:
         cfg.resume = before.resume  # config.yaml says how the run began
     notes = [f"{problem}; the one before it is used." for problem in problems] + [f"{this}: goes on from {relative(found)}."]
@@ -189,7 +188,7 @@ def _first_start(cfg: Config, folder: Path) -> Start:
             f"{relative(folder)} has a finished run whose checkpoints are gone, and a new one there would "
             "overwrite the rest of it. Choose another folder."
         )
-    started = (folder / "config.yaml").is_file()
+    started = storage.owner(folder) == storage.TRAIN
     note = "no checkpoint there yet; the run starts at its first step" if started else "no run there yet; a new one starts"
     return Start(cfg, folder, in_place=started, notes=[f"resume=auto: {relative(folder)}: {note}."])
 
@@ -224,6 +223,22 @@ def facts(
 # ---- ablate.py and compare.py ------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def place(cfg: Config, name: str, what: str) -> Iterator[Path]:
+    """The folder of the program `name`, locked: a new one, or with resume=auto that of an earlier process. `what` ends its name
+    where the command names none. Raises ConfigError: it can't be used."""
+    if cfg.resume not in ("never", "auto"):
+        goes_on = f"{name} goes on with folder={cfg.resume} resume=auto and the same arguments"
+        raise ConfigError(f"resume={cfg.resume}: {goes_on}. For the weights of a run: init_from=PATH.")
+    if (resumes := cfg.resume == "auto") and not cfg.folder:
+        raise ConfigError(NO_FOLDER)
+    wanted = Path(cfg.folder or f"runs/{command_line.now()}_{what}")
+    with storage.claim(wanted, name, resumes=resumes) as folder:
+        if folder != wanted:
+            show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
+        yield folder
+
+
 def program(
     name: str, arguments: Sequence[str], help_text: Callable[[], str], work: Callable[[], int], stopped: Callable[[], str]
 ) -> int:
@@ -244,8 +259,7 @@ def program(
     use_one_thread()
     try:
         machine.refuse_ranks(name)
-        with command_line.files_as_config_errors():
-            return work()
+        return work()
     except ConfigError as error:
         return command_line.refuse(error)
     except StorageError as error:

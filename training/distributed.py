@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configs import ConfigError
 from configs.machine import by_torchrun
+from measure.files import StorageError
 from training.sharding import is_sharded
-from training.storage import StorageError
 
 T = TypeVar("T")
 

@@ -21,14 +21,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from configs import Config, ConfigError, command_line, keys, machine
+from configs import Config, ConfigError, keys, machine
+from configs.command_line import as_config_errors
 from configs.schema import Activation, ModelConfig, NormKind, Positions
 from data import Tokenizer
+from measure.files import StorageError, as_storage_errors, relative, replacing
 from model import GPT
 from model.gpt import embedding_rows
 from model.mlp import mlp_width
 from training import checkpoint, storage
-from training.storage import StorageError, relative
 
 GPT2, LLAMA = "gpt2", "llama"
 FORMATS = (GPT2, LLAMA)
@@ -285,7 +286,7 @@ def export(path: Path, layout: str, output: Path | None = None) -> Path:
     Args:
         path: a run (its newest checkpoint), or a checkpoint, such as RUN/best.
         layout: gpt2 or llama.
-        output: a new folder, or that of an earlier export; None: export_LAYOUT in the run, or beside the checkpoint.
+        output: a new or an empty folder; None: export_LAYOUT in the run, or beside the checkpoint.
 
     Raises:
         ConfigError: no checkpoint there, a model that the layout can't express, or a folder with other files.
@@ -297,8 +298,9 @@ def export(path: Path, layout: str, output: Path | None = None) -> Path:
         raise ConfigError(f"the layout {layout} can't hold the model of {path}:\n" + "\n".join(wrong))
     beside = stored.path.parent
     output = output or (beside.parent if beside.name == storage.FOLDER else beside) / f"export_{layout}"
-    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
-        raise ConfigError(f"--output {output}: it has other files, such as those of a run. Name a new folder.")
+    with as_config_errors(f"--output {output}"):
+        if output.exists() and any(output.iterdir()):
+            raise ConfigError(f"--output {output}: it has files already. Name a new folder.")
     ours, vocab_size = stored.model(), tokenizer.vocab_size
     tensors: dict[str, torch.Tensor] = {}
     for entry in entries(layout, cfg.model, vocab_size):
@@ -311,12 +313,12 @@ def export(path: Path, layout: str, output: Path | None = None) -> Path:
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.model.context}
     if end is not None:
         described["eos_token"] = tokenizer.decode([end], skip_special=False)
-    with storage.as_storage_errors(output):
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "model.safetensors").write_bytes(checkpoint.serialize(tensors))
-        (output / "tokenizer.json").write_text(stored.tokenizer, encoding="utf-8")
+    with as_storage_errors(output), replacing(output.resolve()) as temporary:
+        temporary.mkdir()
+        (temporary / "model.safetensors").write_bytes(checkpoint.serialize(tensors))
+        (temporary / "tokenizer.json").write_text(stored.tokenizer, encoding="utf-8")
         for name, content in (("config", to_config(layout, cfg, vocab_size, end)), ("tokenizer_config", described)):
-            (output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            (temporary / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return output
 
 
@@ -329,8 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a folder (default: export_FORMAT in the run folder)")
     args = parser.parse_args(arguments)
     try:
-        with command_line.files_as_config_errors():
-            output = export(args.path, args.format, args.output)
+        output = export(args.path, args.format, args.output)
     except (ConfigError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,16 +16,16 @@ from tqdm import tqdm
 
 import configs
 from configs import Config, ConfigError
-from configs.command_line import files_as_config_errors
+from configs.command_line import as_config_errors
 from data import Tokenizer
 from measure.environment import environment
+from measure.files import as_storage_errors, relative, replace_text
 from training import storage
 from training.checkpoint import Stored, Validation
 from training.distributed import ALONE, World
 from training.interrupt import Stopped, show
 from training.metrics import NonFiniteError
 from training.plot import loss_curve
-from training.storage import relative
 from training.tracking import Tracker, agent_job, described, with_defaults
 
 SHOWN_EVERY_S = 10.0
@@ -124,7 +124,8 @@ class Run:
         identity = self.folder / "run.json"
         if not identity.is_file():
             self._keep("run.json", json.dumps({"wandb_id": secrets.token_hex(4), "group": self.group}) + "\n")
-        same = json.loads(identity.read_text(encoding="utf-8"))  # for every start of this run
+        with as_config_errors(f"{relative(identity)} can't be read, and W&B's run is not known without it"):
+            same = {"wandb_id": None, "group": None} | json.loads(identity.read_text(encoding="utf-8"))  # for every start
         self.tracker = Tracker(
             logging,
             self.folder,
@@ -157,7 +158,7 @@ class Run:
             return
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         path = self.folder / storage.METRICS
-        with storage.as_storage_errors(path, storage.advice(self.folder)), path.open("a", encoding="utf-8") as file:
+        with as_storage_errors(path, storage.advice(self.folder)), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(known, step)
@@ -198,7 +199,7 @@ class Run:
             finally:
                 self.tracker.finish(exit_code)
         elif self.leads and not self.origin.in_place:
-            for name in ("config.yaml", "environment.json", ".lock", "tokenizer.json"):
+            for name in ("config.yaml", "environment.json", ".lock", storage.MARK, "tokenizer.json"):
                 (self.folder / name).unlink(missing_ok=True)
             with suppress(OSError):
                 self.folder.rmdir()
@@ -209,7 +210,7 @@ class Run:
 
     def _keep(self, name: str, text: str) -> None:
         if self.leads:
-            storage.replace_text(self.folder / name, text)
+            replace_text(self.folder / name, text)
 
     def _rewind(self) -> None:
         """Takes the folder back to its checkpoint: deletes later lines of metrics, and results."""
@@ -237,14 +238,8 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
         ConfigError: the folder can't be written, or another process trains there.
     """
     with ExitStack() as held:
-
-        def take() -> Path:
-            with files_as_config_errors():
-                folder = origin.folder if origin.in_place else storage.claim(origin.folder)
-                held.enter_context(storage.locked(folder))
-            return folder
-
-        folder = world.on_first(take)
+        resumes = origin.in_place or origin.cfg.resume == "auto"
+        folder = world.on_first(lambda: held.enter_context(storage.claim(origin.folder, storage.TRAIN, resumes=resumes)))
         run = Run(origin, folder, device, group, leads=world.leads)
         of_start = f"_from_{origin.step:08d}" if origin.in_place and origin.step else ""
         run._keep(f"environment{of_start}.json", json.dumps(environment(device), indent=2) + "\n")

@@ -4,12 +4,12 @@ import shlex
 
 import pytest
 
+from measure.files import StorageError
 from tests.ranks import train_together
 from tests.resume.stops import AUTO, in_step
 from tests.runs import bits, no_space, train_here
 from training import checkpoint, storage
 from training.step import TrainingStep
-from training.storage import StorageError
 
 MINUTES = ["checkpoint.keep=99", "eval.every=0", "logging.every=1"]  # and checkpoint.every=0, the default
 

@@ -24,7 +24,7 @@ from .records import (
     present,
 )
 from .reference import Norm
-from .torch_state import below_autograd, is_eager, kinds_of
+from .torch_state import apply_of, below_autograd, is_eager, kinds_of
 
 _UPSTREAM, _KEPT = BackwardInputs._fields[:3], BackwardInputs._fields[3:]
 _RETURNED = [name for name in Outputs._fields if "stats" not in name]
@@ -182,8 +182,7 @@ class FusedNorm(torch.autograd.Function):
         return None, *ctx.call.gradients(needs[1:], (dy, dy1, dr, *ctx.saved_tensors))
 
 
-# In eager code: without the Python code of `apply`, which is for functorch and takes longer than the launch.
-apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).apply
+apply_eager = apply_of(FusedNorm)
 
 
 def _operator_with_gradients(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:

@@ -22,7 +22,7 @@ def test_a_run_is_that_of_train_py(tiny, trained, tmp_path, more):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", list(OptimKind))
-def test_runs_of_one_graph_are_those_of_the_same_steps_without(tiny, trained, kind):
+def test_runs_of_one_graph_are_those_of_the_same_steps_without(tiny, trained, kind, deterministic):
     cfg, found = composed([*tiny, "norm.kind=rmsnorm"]), []
     cfg.optim.kind = kind
     for graph in ("auto", False):

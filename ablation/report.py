@@ -71,8 +71,8 @@ def _headline(ablation: Ablation) -> str:
 def _verdicts(ablation: Ablation) -> list[str]:
     """A line for each cell, and for each test of parity."""
     timed = [f"{capital(cell.title)}: {cell.verdict}." for cell in ablation.cells]
-    timed += [f"{capital(label(over, 'all cells'))}: {said}." for over, said in _fastest(ablation.cells)]
-    return timed + [f"{capital(label(one.overrides))}, {one.arm}: {one.verdict}" for one in ablation.parity]
+    fastest = [f"{capital(label(over, 'all cells'))}: {said}." for over, said in _fastest(ablation.cells)]
+    return fastest + timed + [f"{capital(label(one.overrides))}, {one.arm}: {one.verdict}" for one in ablation.parity]
 
 
 def _fastest(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, str], str]]:
@@ -82,12 +82,11 @@ def _fastest(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, str], str]]:
         ours = min(own, key=lambda cell: cell.steps_ms[cell.subject])
         other = min(own, key=lambda cell: cell.steps_ms[cell.opponents[0]])
         ms, its_ms = ours.steps_ms[ours.subject], other.steps_ms[other.opponents[0]]
-        paired = interval_text(ours.against(ours.opponents[0]).speedup) if ours is other else f"{its_ms / ms:.3f}, not paired"
-        yield (
-            overrides,
-            f"the fastest step with {ours.subject} takes {number(ms)} ms ({ours.mode}), the fastest with another arm "
-            f"{number(its_ms)} ms ({other.opponents[0]}, {other.mode}): {paired} ×",
-        )
+        found = ours.against(ours.opponents[0]).speedup
+        paired = f"{found.median:.3f} × (95 % {found.low:.3f} to {found.high:.3f})"
+        said = f"the fastest step with {ours.subject} takes {number(ms)} ms ({ours.mode}), the fastest with another arm "
+        said += f"{number(its_ms)} ms ({other.opponents[0]}, {other.mode}): "
+        yield overrides, said + (paired if ours is other else f"{its_ms / ms:.3f} ×, of two cells")
 
 
 def _listed(lines: Sequence[str]) -> str:

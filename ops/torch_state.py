@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
+# Without it, norms of queries and keys run by themselves.
+_has_any_global_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
 # Without it, autograd records a kernel's operators once more, in a Function's forward, where it records nothing.
 _AutoDispatchBelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
 # Without it, torch.func differentiates the operators by their registered formulas.
@@ -99,6 +101,12 @@ def differentiated_by_func() -> bool:
     except AttributeError:  # then vmap alone runs the reference too
         return True
     return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack or ())
+
+
+def runs_forward_alone(module: torch.nn.Module) -> bool:
+    """Whether a call of it is a call of its forward: nothing hooks it."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not any(hooks) and "forward" not in module.__dict__ and not _has_any_global_hook()
 
 
 def register_container(kind: type, fields: list[str]) -> None:

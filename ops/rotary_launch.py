@@ -199,16 +199,16 @@ class Layout(NamedTuple):
 
 
 def _found(
-    geometry: Callable[..., tuple], rows: tuple[Tensor | None, ...], angles: tuple[Tensor | None, Tensor | None]
+    geometry: Callable[..., tuple], rows: tuple[Tensor | None, ...], angles: tuple[Tensor | None, ...]
 ) -> tuple[tuple, tuple, tuple]:
     """The tensors with rows, and cos and sin, made contiguous where no few numbers tell where their rows lie; and what follows
     from that."""
     cos, sin = angles
     if cos is not None and sin is not None and cos.stride() != sin.stride():
-        angles = cos, sin = [t.clone(memory_format=torch.contiguous_format) for t in (cos, sin)]
-    where = tuple([None if t is None else (t.shape, t.stride()) for t in rows])
+        angles = tuple([t.clone(memory_format=torch.contiguous_format) for t in (cos, sin)])
+    *where, at, _ = [None if t is None else (t.shape, t.stride()) for t in (*rows, *angles)]
     try:
-        return rows, angles, geometry(where, None if cos is None else (cos.shape, cos.stride()))
+        return rows, angles, geometry(tuple(where), at)
     except Irregular:
         return _found(geometry, *[tuple([None if t is None else t.contiguous() for t in some]) for some in (rows, angles)])
 

@@ -6,7 +6,7 @@ A module keeps its own forward. What runs is a copy of it under other names: the
 `self.q_norm(q)` stands an `Unnormed`, unless a hook looks at that norm. `rotary` says which modules that is right for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, update_wrapper
 from types import FunctionType, new_class
 from typing import Any, NamedTuple
@@ -46,15 +46,15 @@ def _rebuild(own: type, turn: Turn) -> Any:
 
 
 @cache
-def adopted_class(own: type, turn: Turn) -> type:
-    forward: Any = own.forward  # type: ignore[attr-defined]
+def adopted_class(own: Any, turn: Turn) -> type:
+    forward = own.forward
     functions = {turn.function: turning(turn, forward.__globals__[turn.function])}
     body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_own": own, "_turn": turn}
     body |= {"forward": with_names(forward, functions, turn.norms)} | {_later(name): _leaving(name) for name in turn.norms}
     return new_class(own.__name__, (AdoptedAttention, own), {}, lambda space: space.update(body))
 
 
-def with_names(forward: FunctionType, functions: Mapping[str, Any], norms: Sequence[str]) -> Any:
+def with_names(forward: FunctionType, functions: dict[str, Any], norms: Sequence[str]) -> Any:
     """A copy of forward for which these functions are global, and which calls `_later(norm)` of self for each such norm."""
     # Without __name__: Dynamo would look the functions up in the module of that name.
     space = {name: value for name, value in forward.__globals__.items() if name != "__name__"} | functions

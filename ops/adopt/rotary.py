@@ -57,7 +57,7 @@ def replace_rotary(model: nn.Module, *, only: Callable[[str, nn.Module], bool] |
             continue
         was, found = type(module).__name__, _tried(module, functions, model)
         if isinstance(found, Turn):
-            module.__class__ = adopted_class(type(module), found)
+            module.__class__ = adopted_class(type(module), found)  # type: ignore[arg-type]
             along = f"with {' and '.join(found.norms)} " if found.norms else ""
             lines.append((name or "model", f"{was}, rotary positions {along}in one kernel"))
         else:
@@ -111,9 +111,9 @@ def _tried(attention: nn.Module, functions: list[str], model: nn.Module) -> Turn
     why = "" if angles else "no module of the model gives cos and sin for x and position_ids"
     norms = tuple(name for name, part in attention.named_children() if isinstance(part, AdoptedNorm))
     with undisturbed(torch.device("cpu")), torch.enable_grad():
-        for source, function, pairs, along in product(angles, functions, _PAIRS, dict.fromkeys((norms, ()))):
+        for source, function, (interleaved, layout), along in product(angles, functions, _PAIRS, dict.fromkeys((norms, ()))):
             try:
-                return _turn(attention, source, Turn(function, *pairs, False, along))
+                return _turn(attention, source, Turn(function, interleaved, layout, False, along))
             except _Left as reason:
                 why = why or str(reason)
             except Exception as error:  # anybody's code
@@ -136,7 +136,7 @@ def _turn(attention: nn.Module, angles: nn.Module, turn: Turn) -> Turn:
         raise _Left(f"{type(angles).__name__} gives no pair of cos and sin")
     turn = turn._replace(fp32_angles=found[0].dtype == torch.float32)
     for case, kind in product(_CASES, kinds):
-        clone.__class__ = adopted_class(type(attention), turn)
+        clone.__class__ = adopted_class(type(attention), turn)  # type: ignore[arg-type]
         turn = turn._replace(norms=_compared(clone, turn, partial(angles, **kind), *case))
     return turn
 
@@ -200,11 +200,12 @@ def _clone(module: nn.Module) -> nn.Module:
             elif not isinstance(value, dict | list | set | Tensor | nn.Module):
                 memo[id(value)] = value
         memo.update((id(p), nn.Parameter(torch.randn(p.shape))) for p in part._parameters.values() if p is not None)
-        for b in part._buffers.values():
+        for b in filter(torch.is_tensor, part._buffers.values()):
             memo[id(b)] = torch.rand(b.shape) if b.is_meta else b.detach().to("cpu", copy=True)
         for child in part.children():
-            if isinstance(getattr(child, "out_features", None), int):
-                memo[id(child)] = nn.Sequential(nn.Linear(child.in_features, 8), nn.Linear(8, child.out_features))
+            inside, out = getattr(child, "in_features", None), getattr(child, "out_features", None)
+            if isinstance(inside, int) and isinstance(out, int):
+                memo[id(child)] = nn.Sequential(nn.Linear(inside, 8), nn.Linear(8, out))
             else:
                 replace(child)
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from .hooks import BlockHooks, is_fused, settle_arguments, settle_output
-from .loss import replace_loss, restore_loss
+from .loss import calls_loss, replace_loss, restore_loss
 from .norms import AdoptedNorm, Site, replace_norms, restore, restore_norms
 from .rotary import replace_rotary, restore_rotary
 from .trial import Trial, try_block
@@ -76,7 +76,7 @@ def adopt(
         model: any module; on any device, on meta too. Before DDP, FSDP or torch.compile are put around it.
         blocks: also compute the sums of its blocks in the norms.
         rotary: also turn queries and keys in one kernel, with the norms before (`replace_rotary`).
-        loss: also replace `loss_function`, if it is that of transformers' causal language models.
+        loss: also replace `loss_function`, if its forward calls one that is that of transformers' causal language models.
         only: a function of the name and module of each norm, block and attention; what it returns False for is left alone.
         verbose: print the table.
 
@@ -100,7 +100,7 @@ def adopt(
         if holds and name not in found.blocks and settle_output not in module._forward_hooks.values():
             module.register_forward_hook(settle_output, prepend=True)
     found.rotary = replace_rotary(model, only=only) if rotary else []
-    if loss and callable(getattr(model, "loss_function", None)):
+    if loss and calls_loss(model):
         try:
             found.loss = replace_loss(model, verbose=False)
         except ValueError as error:

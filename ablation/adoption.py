@@ -142,10 +142,11 @@ def check_parity(
         try:
             a = run(reference, one, rows=rows, floats=wide)
         except Exception as error:  # an assertion on dtypes, a function that takes no fp64
-            if wide == torch.float32:
-                error.add_note("check_parity: its reference, a copy of model_a in fp32, raised this")
+            if wide == torch.float32 or torch.float64 in dtypes:
+                error.add_note(f"check_parity: its reference, a copy of model_a in {exact}, raised this")
                 raise
-            refused = f" The reference is in fp32 too: in fp64, a copy of model_a raised {type(error).__name__}: {error}"
+            why = (str(error).splitlines() or [""])[0]
+            refused = f" The reference is in fp32 too: in fp64, a copy of model_a raised {type(error).__name__}: {why}"
             wide, exact, reference, rows = torch.float32, "fp32", exact_copy(model_a, norms, torch.float32), {}
             a = run(reference, one, rows=rows, floats=wide)
         b, c, d = (run(model, one, rows=rows, autocast=autocast) for model in (model_a, model_b, reordered))

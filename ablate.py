@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -35,14 +36,15 @@ from ablation.gpu_time import attribute, loss_bytes, norm_bytes
 from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
-from ablation.variants import COMPILED, EAGER, PARITY, Variant, variants_of
-from configs import ConfigError, command_line, machine, rules
+from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
+from configs import command_line, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import launches, profile_step, shares
 from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
 from measure.environment import environment
+from measure.files import relative, replace_text
 from measure.progress import progress
 from measure.schedule import Cycle
 from measure.sources import fingerprints
@@ -50,12 +52,12 @@ from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training import export
-from training.command import own_keys, program
+from training.command import own_keys, place, program
 from training.interrupt import show
-from training.step import MixedPrecision
-from training.storage import claim, relative, replace_text
+from training.precision import MixedPrecision
 
 OUT_OF_MEMORY = 3  # exit code
+SHORT_MS = 20.0  # a longer step keeps the GPU busy without a CUDA graph
 LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
 
 
@@ -66,18 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> int:
         nonlocal folder
         variants = variants_of(arguments)
-        works = [prepare(variant) for variant in variants]
-        folder, cycles = place(variants)
-        try:
-            found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
-        except torch.OutOfMemoryError as error:
-            why = f"out of memory: {str(error).splitlines()[0]}"
-            print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
-            return OUT_OF_MEMORY
-        show(report.table(found))
-        show(f"report: {relative(folder)}/report.md")
-        show(f"W&B: {tracking.log(found, variants, folder)}")
-        return 0 if all(one.holds for one in found.parity) else 1
+        works, cfg = [prepare(variant) for variant in variants], variants[0].cfg
+        with place(cfg, "ablate.py", "ablation") as folder:
+            device = torch.device(machine.inspect(cfg.device).device)
+            cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
+            if cycles.exit_code is not None and (folder / "report.json").is_file():
+                show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
+                return cycles.exit_code
+            try:
+                found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
+            except torch.OutOfMemoryError as error:
+                why = f"out of memory: {str(error).splitlines()[0]}"
+                print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
+                return OUT_OF_MEMORY
+            code = 0 if all(one.holds for one in found.parity) else 1
+            cycles.add({"exit_code": code})
+            show(report.table(found))
+            show(f"report: {relative(folder)}/report.md")
+            show(f"W&B: {tracking.log(found, variants, folder)}")
+            return code
 
     def stopped() -> str:
         if folder is None or not (folder / kept.FILE).is_file():
@@ -127,26 +136,6 @@ def prepare(variant: Variant) -> Work:
     return Work(variant, precision, corpus, " ".join(size))
 
 
-def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
-    """The folder of the ablation, and its cycles: a new one, or with resume=auto that of an ablation which was stopped.
-
-    Raises:
-        ConfigError: it can't be used.
-    """
-    cfg = variants[0].cfg
-    if cfg.resume not in ("never", "auto"):
-        raise ConfigError(
-            f"resume={cfg.resume}: an ablation goes on with folder={cfg.resume} resume=auto and the same arguments. For the "
-            "weights of a run: init_from=PATH."
-        )
-    wanted = folder = Path(cfg.folder or f"runs/{command_line.now()}_ablation")
-    if cfg.resume == "never" or not (wanted / kept.FILE).is_file():
-        folder = claim(wanted)
-    if folder != wanted:
-        show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
-    return folder, Kept(folder, kept.facts_of(variants, facts(torch.device(machine.inspect(cfg.device).device))))
-
-
 def facts(device: torch.device) -> dict[str, Any]:
     return environment(device) | {"sources": fingerprints()}
 
@@ -188,7 +177,10 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
         for done, (work, part) in enumerate(todo, start=1):
             bar.set_description(label(work.variant.overrides, part))
             free_memory(device)
-            if part == PARITY:
+            if part in IS_GRAPH and (step := long_step(work.variant, found.cells)):
+                words = label(work.variant.overrides, part)
+                found.notes.append(f"{words} is left out: the fastest step takes {step:.0f} ms. ablate.graph=true times it.")
+            elif part == PARITY:
                 found.parity.extend(parity.parity(work.variant, work.precision, work.corpus))
             else:
                 found.cells.append(measure(work, part, cycles, bar.update))
@@ -197,32 +189,39 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
             so_far = replace(found, unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
             records.save(so_far, folder)
             report.write(so_far, folder)
-    cycles.remove()  # the report has them
     return found
+
+
+def long_step(variant: Variant, cells: Sequence[Cell]) -> float:
+    """The fastest step of the variant's cells so far in ms, if it is so long that the GPU is the bound and ablate.graph=null
+    times no graph; or 0."""
+    steps = [step for cell in cells if cell.overrides == variant.overrides for step in cell.steps_ms.values()]
+    return min(steps) if variant.cfg.ablate.graph is None and steps and min(steps) > SHORT_MS else 0.0
 
 
 # ---- one cell ----------------------------------------------------------------------------------------------------------------
 
 
 def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) -> Cell:
-    """The cell of a variant, eager or compiled."""
+    """The cell of a variant: eager or compiled, and as one CUDA graph or not."""
     variant, cfg = work.variant, work.variant.cfg
     torch.compiler.reset()
     arms = arms_of(work, mode)
-    check_same([arm for arm in arms.values() if arm.other is None])
-    batches = Batches(work.corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+    check_same([arm for arm in arms.values() if not arm.other])
 
     def keep(blocks_ms: Cycle) -> None:
-        cycles.add(variant, mode, blocks_ms)
+        cycles.keep(variant, mode, blocks_ms)
         done(1)
 
     may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
-    times, failed = timing.time_arms(arms, batches, may_fail, lambda names: cycles.of(variant, mode, names), keep)
+    times, failed = timing.time_arms(arms, may_fail, lambda names: cycles.of(variant, mode, names), keep)
     arms = {name: arms[name] for name in times}
     left_out = {**variant.refused, **failed}
-    if mode == COMPILED and NormImpl.compiled in cfg.ablate.arms:
+    if mode in IS_GRAPH and NANOGPT in cfg.ablate.arms:
+        left_out[NANOGPT] = "Its step is not captured."
+    if mode in IS_COMPILED and NormImpl.compiled in cfg.ablate.arms:
         left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
-    masks = [check_masks(arm, compiled=mode == COMPILED) for name, arm in arms.items() if name != AGAIN]
+    masks = [check_masks(arm, compiled=mode in IS_COMPILED) for name, arm in arms.items() if name != AGAIN]
     cell = Cell(
         overrides=variant.overrides,
         mode=mode,
@@ -235,30 +234,38 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         masks=[one for one in masks if one],
     )
     cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
-    return profiled(cell, arms, batches) if work.precision.device.type == "cuda" else cell
+    return profiled(cell, arms) if work.precision.device.type == "cuda" else cell
 
 
 def arms_of(work: Work, mode: str) -> dict[str, Arm]:
     cfg, arms = work.variant.cfg, dict[str, Arm]()
+    tokens = work.corpus.train.tokens
+    batches = Batches(tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     for name in work.variant.arms(mode):
         if name == NANOGPT:
-            arms[name] = nanogpt.nanogpt_arm(arms[TORCH], compiled=mode == COMPILED)
+            arms[name] = nanogpt.nanogpt_arm(arms[TORCH], compiled=mode in IS_COMPILED)
         else:
-            how: dict[str, Any] = {"compiled": mode == COMPILED, "like": arms.get(TORCH)}
-            arms[name] = build_arm(name, cfg, work.precision, work.corpus.tokenizer, **how)
+            how: dict[str, Any] = {"compiled": mode in IS_COMPILED, "graph": mode in IS_GRAPH, "like": arms.get(TORCH)}
+            arms[name] = build_arm(name, cfg, work.precision, work.corpus.tokenizer, batches, **how)
     return arms
 
 
-def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
-    """The cell with its kernels by kind of work."""
+def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
+    """The cell with its kernels by kind of work. Those of a CUDA graph are profiled without it, as a graph knows no places."""
     cfg, precision = arms[TORCH].cfg, arms[TORCH].precision
-    number = cfg.ablate.warmup_steps
-    batch = batches[number]  # always the same
+
+    def step(arm: Arm) -> None:
+        if arm.other:
+            arm.step(0)
+        else:
+            arm.inputs.load(0)  # always the same batch
+            arm.update.update()
+
     kernels = {  # norm sites of eager models are marked; compiled kernels name what they fuse
         name: profile_step(
-            lambda arm=arm: arm.step(batch, number),  # type: ignore[misc]
+            partial(step, arm),
             precision.device,
-            arm.state.model if cell.mode == EAGER else None,
+            arm.state.model if cell.mode in (EAGER, GRAPH) else None,
         )
         for name, arm in arms.items()
     }

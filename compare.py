@@ -11,7 +11,6 @@ Ends with exit code 1 if the disk is full, 2 if the configuration is wrong, 130,
 over by then are kept.
 """
 
-import json
 import shlex
 import signal
 import sys
@@ -26,19 +25,20 @@ import torch
 import yaml
 
 import configs
-from configs import ConfigError, command_line, machine
+from configs import command_line, machine
 from data import load_corpus
 from measure import tables
 from measure.environment import environment
+from measure.files import relative, replace_text
 from measure.progress import progress
+from measure.store import Store
 from study import report, tracking
 from study.analysis import analyse
 from study.arms import FOLDER, Study, study_of
 from study.runs import train_all
-from training.command import own_keys, program
+from training.command import own_keys, place, program
 from training.interrupt import show
-from training.step import MixedPrecision
-from training.storage import as_storage_errors, claim, locked, relative, replace_text
+from training.precision import MixedPrecision
 
 OUT_OF_MEMORY = 3  # exit code
 
@@ -47,7 +47,7 @@ def compare(study: Study, folder: Path, command: str) -> None:
     """Makes the runs that the folder lacks, and reports on all.
 
     Raises:
-        ConfigError: the data or a model refuse what the config asks for, or the folder has another study.
+        ConfigError: the data or a model refuse what the config asks for, or the folder has runs of another study.
         StorageError: a file can't be written.
     """
     began = time.monotonic()
@@ -55,30 +55,19 @@ def compare(study: Study, folder: Path, command: str) -> None:
     counts = {"arm": len(study.arms), "rate": len(study.rates), "seed": len(study.seeds)}
     sizes = " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
     show(f"{sizes}, and A/A with as many other seeds, in {relative(folder)}")
-    keep_facts(study, folder)
+    store = Store(folder / "runs.jsonl", study.facts)
+    replace_text(folder / "config.yaml", configs.to_yaml(cfg))
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
     with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:
-        found = train_all(study, precision, corpus, folder / "runs.jsonl", bar.update)
-    with as_storage_errors(folder):
-        facts = {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1), "command": command}
-        made = analyse(study, found)
-        report.write(made, study, found, environment(precision.device) | facts, folder)
+        found = train_all(study, precision, corpus, store, bar.update)
+    facts = {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1), "command": command}
+    made = analyse(study, found)
+    report.write(made, study, found, environment(precision.device) | facts, folder)
     show(tables.aligned(*report.table(made)))
     show(f"report: {relative(folder)}/report.md")
     show(f"W&B: {tracking.log(study, made, found, folder)}")
-
-
-def keep_facts(study: Study, folder: Path) -> None:
-    """Keeps what the runs depend on, and refuses a folder with the runs of another study."""
-    path, facts = folder / "study.json", json.loads(json.dumps(study.facts))
-    if not path.is_file():
-        replace_text(folder / "config.yaml", configs.to_yaml(study.cfg))
-        replace_text(path, json.dumps(facts, indent=1) + "\n")
-    elif (before := json.loads(path.read_text(encoding="utf-8"))) != facts:
-        changed = [name for name in facts if facts[name] != before.get(name)]
-        raise ConfigError(f"{relative(folder)} has another study: its {', '.join(changed)} differ. Use another folder=PATH.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,10 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> int:
         nonlocal folder
         study = study_of(arguments)
-        wanted = Path(study.cfg.folder or f"runs/{command_line.now()}_compare")
-        folder = wanted if study.cfg.resume == "auto" and (wanted / "study.json").is_file() else claim(wanted)
         try:
-            with locked(folder):
+            with place(study.cfg, "compare.py", "compare") as folder:
                 compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
         except torch.OutOfMemoryError as error:
             remedy = (

@@ -169,6 +169,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
+        if error.filename:
+            print(f"error: {error.filename}: {error.strerror}.", file=sys.stderr)
+            return 2
         mute(sys.stdout)
         if not isinstance(error, BrokenPipeError):  # else its reader wants no more
             print(f"stopped: standard output can't be written: {error.strerror}.", file=sys.stderr)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ablation.adopted_models import default_loss, results_of
+from measure.files import replace_text
 from ops import Adoption, adopt
 
 MODELS = tomllib.loads(Path(__file__).with_name("adoption_models.toml").read_text())
@@ -84,7 +85,7 @@ def main(names: list[str]) -> None:
         lines = [
             f"| {' | '.join(row)} |" for row in [("model", "norms replaced", "one kernel each", "rotary", "parity"), *rows]
         ]
-        TABLE.write_text("\n".join([f"{HEAD}{words}\n", lines[0], "|---|---|---|---|---|", *lines[1:], ""]))
+        replace_text(TABLE, "\n".join([f"{HEAD}{words}\n", lines[0], "|---|---|---|---|---|", *lines[1:], ""]))
 
 
 def _of_timm(name: str) -> tuple[nn.Module, Any]:

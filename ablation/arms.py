@@ -1,25 +1,32 @@
 """Arms: one training run with another operator at its norm sites, everything else the same."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, assert_never
 
 import torch
 from torch import Tensor
 
 from configs import Config
 from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch
-from data import Tokenizer
+from data import Batches, Tokenizer
 from measure.comparison import AGAIN, TORCH
 from model import GPT
-from train import training_step
 from training import export
 from training.build import build, copy_values
 from training.checkpoint import TrainState
-from training.step import MixedPrecision
+from training.inputs import Inputs
+from training.precision import MixedPrecision
+from training.step import TrainingStep
 
-VALUES = {Switch.norm: NormImpl, Switch.loss: LossImpl}
-Step = Callable[[tuple[Tensor, Tensor], int], Tensor]  # of a batch and its number; returns the loss, on the device
+
+class Step(Protocol):
+    """A TrainingStep, or the step of another project."""
+
+    loss: Tensor  # of the last step, on the device, until the next one overwrites it
+
+    def __call__(self, number: int) -> None: ...
 
 
 @dataclass
@@ -30,20 +37,32 @@ class Arm:
     cfg: Config
     precision: MixedPrecision
     state: TrainState
-    forward: Callable[..., Tensor]  # the model, or what torch.compile made of it
-    other: Step | None = None  # the step of an arm that is not ours
+    inputs: Inputs
+    step: Step
 
-    def step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-        """Takes training step `number`. Returns its loss."""
-        if self.other is not None:
-            return self.other(batch, number)
-        return training_step(self.forward, self.state, batch, number, self.cfg, self.precision)[0]
+    @property
+    def update(self) -> TrainingStep:
+        """The step of an arm of ours."""
+        assert isinstance(self.step, TrainingStep)
+        return self.step
+
+    @property
+    def other(self) -> bool:
+        """Whether the arm is another project's."""
+        return not isinstance(self.step, TrainingStep)
 
 
 def switched(cfg: Config, arm: str) -> Config:
     """A copy of cfg for an arm: with the implementation that it is named after."""
     cfg = copy.deepcopy(cfg)
-    getattr(cfg, cfg.ablate.switch).impl = VALUES[cfg.ablate.switch](TORCH if arm == AGAIN else arm)
+    impl = TORCH if arm == AGAIN else arm
+    match cfg.ablate.switch:
+        case Switch.norm:
+            cfg.norm.impl = NormImpl(impl)
+        case Switch.loss:
+            cfg.loss.impl = LossImpl(impl)
+        case _:
+            assert_never(cfg.ablate.switch)
     return cfg
 
 
@@ -52,18 +71,23 @@ def build_arm(
     cfg: Config,
     precision: MixedPrecision,
     tokenizer: Tokenizer,
+    batches: Batches,
     *,
     value: str | None = None,
     compiled: bool = False,
+    graph: bool = False,
     masks: DropoutMasks | None = None,
     like: Arm | None = None,
 ) -> Arm:
     """A fresh arm. Its initial weights depend on cfg.seed and cfg.model alone, or are those of cfg.init_from.
 
     Args:
+        batches: what it trains on.
         value: the implementation, if it is not the arm's name.
+        graph: make its step one CUDA graph.
         masks: where dropout masks come from; None: as cfg says.
-        like: a fresh arm of this seed and model, whose initial values are copied: drawing those of GPT-2 takes a CPU seconds.
+        like: a fresh arm of this seed and model, whose initial values are copied, as drawing those of GPT-2 takes a CPU
+            seconds. On one device both read the same inputs.
 
     Raises:
         ConfigError: options of the model that do not fit together, or weights of another model.
@@ -79,7 +103,16 @@ def build_arm(
             export.load(model, cfg.init_from, tokenizer)
 
     _, state, forward = build(cfg, precision, tokenizer.vocab_size, fill=fill, draw_on="cpu" if like is None else "meta")
-    return Arm(name, cfg, precision, state, forward)
+    same = like is not None and like.precision.device == precision.device
+    inputs = like.inputs if like and same else Inputs(batches, cfg, state.model.dropout_sites, precision.device)
+    return Arm(
+        name, cfg, precision, state, inputs, TrainingStep(forward, state, inputs, cfg, precision, graph=graph, say=_refuse)
+    )
+
+
+def _refuse(why: str) -> None:
+    """What is timed as a CUDA graph must be one."""
+    raise RuntimeError(why)
 
 
 def check_same(arms: Sequence[Arm]) -> None:

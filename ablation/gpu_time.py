@@ -11,7 +11,7 @@ from configs import Config
 from configs.schema import BlockLayout, Positions, ResidualDtype
 from measure.attribution import Share
 from measure.comparison import AGAIN
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 IDLE = "idle"  # the part of a timed step that is no GPU time of the profile
 

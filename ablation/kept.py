@@ -4,47 +4,24 @@ A process that goes on builds and warms up its arms again, and runs the last cyc
 Pairs are of one cycle and so of one process; cells have cycles of several.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import configs
 from ablation.variants import Variant
-from configs import ConfigError, keys
+from configs import keys
 from measure.schedule import Cycle
+from measure.store import Store
 from measure.tables import flat, label
-from training.storage import relative, replace_text
 
 FILE = "cycles.jsonl"
 
 
-class Kept:
-    """The cycles in a folder. `facts`, the first line of the file, says of what they are: configurations, card, versions."""
+class Kept(Store):
+    """A line is a cycle; behind the last one of an ablation that has finished its exit code stands."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Reads those of an earlier process, if there are any.
-
-        Raises:
-            ConfigError: they are of something else.
-        """
-        self._path, self._facts, self._cycles = folder / FILE, facts, list[dict[str, Any]]()
-        if self._path.is_file():
-            before, *self._cycles = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
-            if changed := [name for name in before | dict(facts) if before.get(name) != facts.get(name)]:
-                pairs = (f"{name}={keys.shown(facts.get(name))}, there {keys.shown(before.get(name))}" for name in changed[:4])
-                raise ConfigError(
-                    f"{relative(folder)} has cycles of something else: {'; '.join(pairs)}. Change it, or begin anew."
-                )
-        self._write()
-
-    def add(self, variant: Variant, mode: str, blocks_ms: Cycle) -> None:
-        self._cycles.append({"overrides": variant.overrides, "mode": mode, "blocks_ms": blocks_ms})
-        self._write()
-
-    def _write(self) -> None:
-        lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in (self._facts, *self._cycles))
-        replace_text(self._path, "".join(lines))
+    def keep(self, variant: Variant, mode: str, blocks_ms: Cycle) -> None:
+        self.add({"overrides": variant.overrides, "mode": mode, "blocks_ms": blocks_ms})
 
     def of(self, variant: Variant, mode: str, arms: Collection[str]) -> list[Cycle]:
         """The blocks of each cycle of a cell with these arms; an arm that failed since has left none."""
@@ -56,8 +33,14 @@ class Kept:
         cells = [label(cycle["overrides"], cycle["mode"]) for cycle in self._cycles]
         return ", ".join(f"{cells.count(cell)} of {cell}" for cell in dict.fromkeys(cells))
 
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+    @property
+    def _cycles(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "mode" in line]
+
+    @property
+    def exit_code(self) -> int | None:
+        """None: it has not finished."""
+        return self.lines[-1].get("exit_code") if self.lines else None
 
 
 def facts_of(variants: Sequence[Variant], environment: Mapping[str, Any]) -> dict[str, Any]:

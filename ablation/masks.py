@@ -26,7 +26,7 @@ def check_masks(arm: Arm, compiled: bool) -> Masks | None:
     that seeds decide."""
     cfg, device = arm.cfg, arm.precision.device
     shared = cfg.norm.dropout_masks is DropoutMasks.shared and cfg.norm.impl is not NormImpl.fused
-    if not cfg.model.dropout or arm.other is not None or shared:
+    if not cfg.model.dropout or arm.other or shared:
         return None
     width, fp32 = cfg.model.width, cfg.model.residual_dtype is ResidualDtype.fp32
     site = NormSite(width, cfg.norm, bias=cfg.model.bias, dropout=cfg.model.dropout, residual_in_fp32=fp32).to(device)

@@ -6,7 +6,9 @@ configure_optimizers(weight_decay, learning_rate, betas, device_type).
 """
 
 import copy
+import math
 import sys
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +22,9 @@ from configs import Config, ConfigError
 from configs.rules import NANOGPT
 from configs.schema import NormImpl
 from model import GPT
-from train import learning_rate
 from training import export
 from training.checkpoint import TrainState
-from training.step import to_device
+from training.schedule import learning_rate
 
 MODULE = "nanogpt_model"  # its name here; `model` is ours
 # In fp64 rounding is 1e-16 an operation; what two different models compute differs by far more than this.
@@ -36,9 +37,9 @@ def load(path: str | None) -> ModuleType:
     Raises:
         ConfigError: no such file, one that can't be imported, or one without GPT and GPTConfig.
     """
-    file = Path(path or "")
-    file = file / "model.py" if file.is_dir() else file
     try:
+        file = Path(path or "")
+        file = file / "model.py" if file.is_dir() else file
         module = ModuleType(MODULE)
         sys.modules[MODULE] = module  # where its dataclass looks its annotations up
         SourceFileLoader(MODULE, str(file)).exec_module(module)
@@ -124,29 +125,37 @@ def nanogpt_arm(like: Arm, *, compiled: bool) -> Arm:
     assert isinstance(like.state.model, GPT)
     cfg, precision = like.cfg, like.precision
     model = build_peer(load(cfg.ablate.nanogpt), like.state.model, cfg).to(precision.device)
-    optim, pieces, scaler = cfg.optim, cfg.train.accumulation, precision.scaler()
-    betas = (optim.beta1, optim.beta2)
+    optim, betas = cfg.optim, (cfg.optim.beta1, cfg.optim.beta2)
     optimizer = model.configure_optimizers(optim.weight_decay, optim.lr, betas, precision.device.type)  # type: ignore[operator]
+    state = TrainState(model, optimizer, precision.scaler(), tokenizer="")  # type: ignore[arg-type]  # its model is not ours
     forward = torch.compile(model) if compiled else model
+    return Arm(NANOGPT, cfg, precision, state, like.inputs, NanoStep(forward, state, like))
 
-    def step(batch: tuple[Tensor, Tensor], number: int) -> Tensor:
-        inputs, targets = (to_device(part, precision.device).chunk(pieces) for part in batch)
+
+class NanoStep:
+    """A step of nanoGPT, on the inputs of an arm of ours."""
+
+    def __init__(self, forward: Callable[..., tuple[Tensor, Tensor]], state: TrainState, like: Arm) -> None:
+        self._forward, self._state, self._like = forward, state, like
+        self.loss = torch.tensor(math.nan)
+
+    def __call__(self, number: int) -> None:
+        state, cfg, inputs = self._state, self._like.cfg, self._like.inputs
+        optimizer, scaler, pieces = state.optimizer, state.scaler, cfg.train.accumulation
+        inputs.load(number)
+        _, tokens, targets, *_ = inputs.read()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(number, cfg.train.steps, optim)
-        total = torch.zeros((), device=precision.device)
-        for x, y in zip(inputs, targets, strict=True):
-            with precision.autocast():
-                _, loss = forward(x, y)
+            group["lr"] = learning_rate(number, cfg.train.steps, cfg.optim)
+        self.loss = torch.zeros((), device=inputs.device)
+        for x, y in zip(tokens.chunk(pieces), targets.chunk(pieces), strict=True):
+            with self._like.precision.autocast():
+                _, loss = self._forward(x, y)
                 loss = loss / pieces
             scaler.scale(loss).backward()
-            total += loss.detach()
-        if optim.clip_norm:
+            self.loss += loss.detach()
+        if cfg.optim.clip_norm:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
+            torch.nn.utils.clip_grad_norm_(state.model.parameters(), cfg.optim.clip_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        return total
-
-    state = TrainState(model, optimizer, scaler, tokenizer="")  # type: ignore[arg-type]  # its model is not ours
-    return Arm(NANOGPT, cfg, precision, state, forward, step)

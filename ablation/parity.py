@@ -59,9 +59,8 @@ from configs.schema import Switch
 from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
 from measure.statistics import mean_interval
-from train import training_step
-from training.metrics import evaluate
-from training.step import MixedPrecision
+from training.evaluation import Evaluation
+from training.precision import MixedPrecision
 
 EVAL_BATCHES = 8  # unless the config says
 Quantities = Mapping[str, Mapping[str, Iterable[Tensor]]]  # by name: by arm, the tensors that are compared as one
@@ -93,15 +92,15 @@ def measure(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, t
     """Trains the arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
     cfg.seed, cfg.model.attention_dropout = seed, 0.0
-    arms = parity_arms(cfg, precision, corpus.tokenizer, tested)
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=seed)
+    arms = parity_arms(cfg, precision, corpus.tokenizer, batches, tested)
     losses: dict[str, list[float]] = {name: [] for name in arms}
     norms: dict[str, list[float]] = {name: [] for name in arms}
 
     def take(arm: Arm, step: int) -> None:
-        loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
-        losses[arm.name].append(loss.item())
-        norms[arm.name].append(norm.item())
+        arm.step(step)
+        losses[arm.name].append(arm.step.loss.item())
+        norms[arm.name].append(arm.update.grad_norm.item())
 
     first: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))  # quantities of the first step
     rows: dict[str, Tensor] = {}  # what the reference's norms put out
@@ -153,8 +152,8 @@ def validation_loss(arm: Arm, corpus: Corpus) -> float:
     """Nats per token."""
     cfg = arm.cfg
     rows, batches = cfg.train.batch_size // cfg.train.accumulation, cfg.eval.batches or EVAL_BATCHES
-    context = cfg.model.context
-    return evaluate(arm.state.model, corpus.val, arm.precision, context=context, batch_size=rows, batches=batches).loss
+    model, context = arm.state.model, cfg.model.context
+    return Evaluation(model, corpus.val, arm.precision, context=context, batch_size=rows, batches=batches)().loss
 
 
 def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, overrides: dict[str, str]) -> Parity:

@@ -12,25 +12,27 @@ from ablation.arms import Arm, build_arm, check_same
 from ablation.rounding import REFERENCE, REORDERED, in_another_order, shuffled
 from configs import Config
 from configs.schema import DropoutMasks, NormImpl, Switch
-from data import Tokenizer
+from data import Batches, Tokenizer
 from measure.comparison import TORCH
 from model import loss as losses
 from model.attention import QueryKeySite
 from model.norm import How, Normalise, NormSite
 from ops import seeded_dropout
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms would skip steps that the reference takes
 
 
-def parity_arms(cfg: Config, precision: MixedPrecision, tokenizer: Tokenizer, tested: Sequence[str]) -> dict[str, Arm]:
+def parity_arms(
+    cfg: Config, precision: MixedPrecision, tokenizer: Tokenizer, batches: Batches, tested: Sequence[str]
+) -> dict[str, Arm]:
     """The reference, torch, the tested values of the switch, and torch in another order of sums."""
     cfg = copy.deepcopy(cfg)
     if cfg.ablate.switch is Switch.loss:
         cfg.norm.impl = NormImpl.torch  # in all arms, since kernels have no fp64
     # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
     exact = MixedPrecision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
-    own = partial(build_arm, precision=precision, tokenizer=tokenizer, masks=DropoutMasks.shared)
+    own = partial(build_arm, precision=precision, tokenizer=tokenizer, batches=batches, masks=DropoutMasks.shared)
     like = own(TORCH, cfg)
     reference = own(REFERENCE, cfg, precision=exact, value=TORCH, like=like)
     others = [like, *(own(name, cfg, like=like) for name in tested), own(REORDERED, cfg, value=TORCH, like=like)]
@@ -88,7 +90,7 @@ def reorder(arm: Arm) -> None:
     norms give exactly as much as any other correct program for them may. The same holds of the loss and its logits.
     """
     if arm.cfg.ablate.switch is Switch.loss:
-        arm.forward = partial(_with_reordered_loss, arm.forward)
+        arm.update.forward = partial(_with_reordered_loss, arm.update.forward)
     else:
         for site in norm_sites(arm.state.model).values():
             site._norm = partial(_reordered, site._norm)

@@ -11,9 +11,9 @@ from ablation.rounding import Distances, Quantity
 from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
 from measure.comparison import AGAIN, TORCH, Comparison, Pairs, cycle_times
+from measure.files import replace_text
 from measure.statistics import Interval, spread
 from measure.tables import label
-from training.storage import replace_text
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Cell:
     """One configuration, eager or compiled."""
 
     overrides: dict[str, str]  # the swept keys and their values
-    mode: str  # eager or compiled
+    mode: str  # of ablation.variants
     tokens_per_step: int
     arms: dict[str, ArmTimes]  # by name, torch and torch again first
     subject: str  # the arm that the verdict is about
@@ -78,10 +78,15 @@ class Cell:
         return self.pairs[TORCH][AGAIN]
 
     @property
+    def steps_ms(self) -> dict[str, float]:
+        """By arm, a step's time: the median over cycles. Without A/A and another project's."""
+        return {n: median(cycle_times(arm.blocks_ms)) for n, arm in self.arms.items() if n not in (AGAIN, NANOGPT)}
+
+    @property
     def opponents(self) -> list[str]:
         """The arms that the subject is compared with, the fastest first. Another project's step is none."""
-        others = [name for name in self.arms if name not in (AGAIN, self.subject, NANOGPT)]
-        return sorted(others, key=lambda name: median(cycle_times(self.arms[name].blocks_ms)))
+        steps = self.steps_ms
+        return sorted(steps.keys() - {self.subject}, key=steps.__getitem__)
 
     def against(self, base: str) -> Comparison:
         """The subject with another arm."""
@@ -135,7 +140,6 @@ def save(ablation: Ablation, folder: Path) -> None:
             turns = zip(positions, blocks, strict=True)
             steps += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
             kernels += [of | kernel for kernel in of_arms.get(name, ())]
-    folder.mkdir(parents=True, exist_ok=True)
     for file, lines in (("steps.jsonl", steps), ("kernels.jsonl", kernels)):
         replace_text(folder / file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     replace_text(folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

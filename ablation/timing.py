@@ -11,17 +11,15 @@ from torch import Tensor
 
 from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.records import ArmTimes
-from data import Batches
 from measure.clock import StepClock
 from measure.comparison import TORCH
 from measure.schedule import LEAD_IN, Cycle, block_length, memory_orders, positions_of, run_blocks
 from measure.timing import allocated_gb, describe, free_memory
-from training.step import makes_cuda_graphs
+from training.step import STEPS_TO_GRAPH, makes_cuda_graphs
 
 
 def time_arms(
     arms: Mapping[str, Arm],
-    batches: Batches,
     may_fail: Collection[str] = (),
     kept: Callable[[Collection[str]], Sequence[Cycle]] = lambda arms: (),
     keep: Callable[[Cycle], None] = lambda blocks_ms: None,
@@ -37,14 +35,16 @@ def time_arms(
         The times, and why arms are left out.
     """
     cfg, device = arms[TORCH].cfg, arms[TORCH].precision.device
-    plan, graphs, arms = cfg.ablate, makes_cuda_graphs(cfg.train), dict(arms)
+    captured = arms[TORCH].update.graph
+    plan, graphs, arms = cfg.ablate, captured or makes_cuda_graphs(cfg.train), dict(arms)
+    warm_up = max(plan.warmup_steps, STEPS_TO_GRAPH * captured)
     failed: dict[str, str] = {}
     warm: dict[str, list[float]] = {}
     first: dict[str, float] = {}  # losses
     for name in list(arms):
         clock = StepClock(device, warmup=0)
         try:
-            first[name] = run(arms[name], batches, range(plan.warmup_steps), clock)[0].item()
+            first[name] = run(arms[name], range(warm_up), clock).item()
             warm[name] = list(clock.steps_ms)
         except Exception as error:  # a library's failure is a result
             if name not in may_fail:
@@ -55,9 +55,9 @@ def time_arms(
     names, before = list(arms), kept(arms)
     # All blocks of a cell have the same number of steps.
     block_steps = len(before[0][TORCH][0]) if before else plan.block_steps or block_length(list(warm.values()))
-    ours = [arm for arm in arms.values() if arm.other is None]
+    ours = [arm for arm in arms.values() if not arm.other]
     start = Snapshot(arms[TORCH])
-    starts = {name: start if arm.other is None else Snapshot(arm) for name, arm in arms.items()}
+    starts = {name: start if not arm.other else Snapshot(arm) for name, arm in arms.items()}
     places, orders = places_of(ours), memory_orders(len(ours), plan.cycles, cfg.seed)
     peaks: dict[str, float] = {}  # GiB
 
@@ -69,8 +69,8 @@ def time_arms(
         starts[name].restore(arms[name])
         clock = StepClock(device, warmup=LEAD_IN)
         held = allocated_gb(device)
-        begin = plan.warmup_steps + cycle * (LEAD_IN + block_steps)
-        run(arms[name], batches, range(begin, begin + LEAD_IN + block_steps), clock)
+        begin = warm_up + cycle * (LEAD_IN + block_steps)
+        run(arms[name], range(begin, begin + LEAD_IN + block_steps), clock)
         times = list(clock.steps_ms)
         if clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
             # Memory that was held before, above all by other arms, is not this arm's.
@@ -83,10 +83,12 @@ def time_arms(
     return {n: ArmTimes(blocks[n], positions[n], peaks.get(n), launches=None, first_loss=first[n]) for n in names}, failed
 
 
-def run(arm: Arm, batches: Batches, steps: range, clock: StepClock) -> list[Tensor]:
-    """Takes training steps, which the clock times one by one; returns their losses. Batches are drawn before the first."""
-    losses = []
-    for step, batch in zip(steps, [batches[step] for step in steps], strict=True):
+def run(arm: Arm, steps: range, clock: StepClock) -> Tensor:
+    """Takes training steps, which the clock times one by one. What the first reads is made before. Returns its loss."""
+    arm.inputs.load(steps.start)
+    losses = list[Tensor]()
+    for step in steps:
         with clock.step():
-            losses.append(arm.step(batch, step))
-    return losses
+            arm.step(step)
+        losses = losses or [arm.step.loss.clone()]
+    return losses[0]

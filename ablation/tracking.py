@@ -10,7 +10,7 @@ from statistics import fmean
 import configs
 from ablation.arms import switched
 from ablation.records import Ablation
-from ablation.variants import COMPILED, Variant
+from ablation.variants import IS_COMPILED, IS_GRAPH, Variant
 from configs.rules import NANOGPT
 from measure.statistics import spread
 from training.tracking import Group
@@ -23,8 +23,8 @@ def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:
         cfg = next(variant.cfg for variant in variants if variant.overrides == cell.overrides)
         for arm, times in cell.arms.items():
             own = copy.deepcopy(cfg) if arm == NANOGPT else switched(cfg, arm)
-            own.train.compile = cell.mode == COMPILED
-            name = "_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")])
+            own.train.compile, own.train.graph = cell.mode in IS_COMPILED, cell.mode in IS_GRAPH
+            name = "_".join([*cell.overrides.values(), cell.mode.replace(" ", "-"), arm.replace(" ", "-")])
             run = group.start(name, configs.to_dict(own), [arm, cell.mode, own.norm.impl.value, own.norm.kind.value])
             steps = list(chain(*times.blocks_ms))
             for step, ms in enumerate(steps):

@@ -14,7 +14,9 @@ from measure.comparison import AGAIN, FUSED, TORCH
 from measure.tables import label
 from training.tracking import agent_job, with_defaults
 
-EAGER, COMPILED, PARITY = "eager", "compiled", "parity"  # the parts of an ablation
+EAGER, COMPILED, GRAPH, COMPILED_GRAPH, PARITY = "eager", "compiled", "graph", "compiled graph", "parity"  # the parts
+IS_COMPILED, AS_GRAPH = (COMPILED, COMPILED_GRAPH), {EAGER: GRAPH, COMPILED: COMPILED_GRAPH}
+IS_GRAPH = tuple(AS_GRAPH.values())
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,15 @@ class Variant:
     cfg: Config
     overrides: dict[str, str]  # the swept keys
     refused: dict[str, str]  # arms that this configuration can't have, and why
+    no_graph: str = ""  # why its step can't be one CUDA graph
 
     @property
     def modes(self) -> list[str]:
         # compiled is torch in a model that is compiled whole, the norms and the loss alike
         compiled = self.cfg.train.compile and self.subject != NormImpl.compiled
-        return [EAGER] * self.cfg.ablate.eager + [COMPILED] * compiled
+        cells = [EAGER] * self.cfg.ablate.eager + [COMPILED] * compiled
+        graph = self.cfg.ablate.graph is not False and not self.no_graph
+        return cells + [AS_GRAPH[cell] for cell in cells if graph]
 
     @property
     def subject(self) -> str:
@@ -40,8 +45,10 @@ class Variant:
     def arms(self, mode: str) -> list[str]:
         """The names of a cell's arms: the control first, the subject last, so that all pairs have it as their second."""
         left = {TORCH, self.subject, *self.refused}
-        if mode == COMPILED:
+        if mode in IS_COMPILED:
             left.add(NormImpl.compiled)  # which there is torch
+        if mode in IS_GRAPH:
+            left.add(NANOGPT)  # whose step is its own
         others = [arm for arm in self.cfg.ablate.arms if arm not in left]
         return [TORCH, AGAIN, *others, self.subject]
 
@@ -80,15 +87,20 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         # As the arms will have it, whatever the config says.
         cfg = switched(cfg, TORCH)
         cfg.train.compile = on.device == "cuda" if cfg.ablate.compile is None else cfg.ablate.compile
+        no_graph = rules.why_no_graph(cfg, on)
+        if cfg.ablate.graph and no_graph:
+            raise ConfigError(f"ablate.graph=true: {no_graph}. Use ablate.graph=false.")
         rules.check(cfg, on)
         rules.check_arms(cfg)
         if with_defaults(cfg.logging)[0].wandb is not WandbMode.disabled and agent_job():
             raise ConfigError("an ablation is several runs, a W&B agent's job is one. Sweep with ablate.py KEY=A,B instead.")
         pairs = (override.partition("=")[::2] for override in job)
         refused = {arm: why for arm in cfg.ablate.arms if (why := why_not(cfg, arm))}
-        found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}, refused))
+        found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}, refused, no_graph))
         if not found[-1].modes:
             raise ConfigError("ablate.eager=false: leaves nothing to time. Use ablate.compile=true, with fused among the arms.")
+    used = [switched(one.cfg, arm) for one in found for arm in one.cfg.ablate.arms if arm != NANOGPT]
+    rules.check_given(configs.given(arguments), used, "ablate.py")
     for variant in found:
         for arm, why in variant.refused.items():
             if variant.subject == TORCH or all(arm in other.refused for other in found):

@@ -20,6 +20,7 @@ import torch
 from benchmarks import providers
 from measure.environment import environment as facts_of
 from measure.environment import git_state
+from measure.files import replace_text
 from measure.sources import ROOT, fingerprints
 
 FOLDER = Path(__file__).parent / "results"
@@ -112,9 +113,8 @@ class Results:
     def add(self, records: Iterable[Record]) -> None:
         """Writes one record a line, so that a diff shows the changed cells."""
         self.records += records
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(f"  {json.dumps(record, separators=(',', ':'))}" for record in self.records)
-        self.part.write_text(f'{self.head[:-2]},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        replace_text(self.part, f'{self.head[:-2]},\n "records": [\n{lines}\n ]\n}}\n')
 
     def finish(self) -> list[Record]:
         """Puts the file in its place; returns its records."""

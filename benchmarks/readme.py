@@ -26,6 +26,7 @@ from ablation import plots
 from benchmarks import host, memory, report, scaling
 from benchmarks.command import FOLDER
 from measure.comparison import AGAIN, TORCH
+from measure.files import replace_text
 from measure.sources import OF_RECORD, ROOT, fingerprints
 from measure.statistics import Interval, Spread
 from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
@@ -207,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         new = rewritten(text, page, FOLDER)
         if new != text and check:
             raise SystemExit(f"{page} is not what {FOLDER} says; run python -m benchmarks.readme")
-        page.write_text(new, encoding="utf-8")
+        replace_text(page, new)
     if not check:
         for folder in FOLDER.iterdir():
             draw(folder)

@@ -23,15 +23,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import command, readme
+from measure.files import replace_text
 from measure.sources import ROOT
 from measure.tables import aligned
+from training.storage import MARK
 
 GPT2 = "ablate.py model=gpt2 model.vocab_size=50304 train.batch_size=32 ablate.parity_seeds=0"
 LLAMA, GEMMA, MEDIUM = (GPT2.replace("model=gpt2", f"model={name}") for name in ("llama", "gemma", "gpt2_medium"))
 CHAR = "ablate.py experiment=shakespeare_char"
 PARITY_FAILS = 1  # exit code of ablate.py: a record all the same
 # Files of an ablation that nobody reads again, and that are large.
-LEFT_OUT = ("kernels.jsonl", "config.yaml")
+LEFT_OUT = ("kernels.jsonl", "cycles.jsonl", "config.yaml", ".lock", MARK)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def run(record: Record, folder: Path) -> int:
         for file in (part / "report.json", part / "report.md"):  # without the folder where it was measured
             text = file.read_text(encoding="utf-8")
             text = text.replace(shlex.join(words[1:]), record.words).replace(str(part), f"runs/{record.name}")
-            file.write_text(text, encoding="utf-8")
+            replace_text(file, text)
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
     return code

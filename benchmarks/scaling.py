@@ -40,7 +40,7 @@ from measure.schedule import block_orders
 from measure.sources import ROOT
 from measure.statistics import mean_interval, spread
 from measure.tables import NOTHING, compact_markdown
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 PARALLEL = ("ddp", "fsdp")
 KEYS = {  # on a GPU GPT-2. With 4 sequences a step of GPT-2 XL waited for the host.

@@ -12,22 +12,23 @@ from configs import Config, machine
 from data import Batches
 from measure.clock import StepClock
 from measure.schedule import no_garbage_collection
-from train import training_step
 from training.build import build
 from training.command import use_one_thread
 from training.distributed import World, join
-from training.step import MixedPrecision
+from training.inputs import Inputs
+from training.precision import MixedPrecision
+from training.step import TrainingStep
 
 
 def step_times(cfg: Config, warm_up: int, world: World) -> dict[str, Any]:
     """Milliseconds of each step after the first `warm_up`, and the peak GiB of any rank (None except on CUDA).
 
-    A step is train.py's, from the copy of the batch to the cleared gradients. The times are this rank's: ranks wait for one
+    A step is train.py's, without a CUDA graph. The times are this rank's: ranks wait for one
     another in every step, so they are the slowest's.
     """
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     assert cfg.model.vocab_size is not None
-    _, state, forward = build(cfg, precision, cfg.model.vocab_size, world, draw_on=precision.device)
+    model, state, forward = build(cfg, precision, cfg.model.vocab_size, world, draw_on=precision.device)
     batches = Batches(
         _tokens(cfg.model.vocab_size, cfg.model.context, cfg.train.batch_size // world.size, cfg.seed),
         context=cfg.model.context,
@@ -37,11 +38,12 @@ def step_times(cfg: Config, warm_up: int, world: World) -> dict[str, Any]:
         ranks=world.size,
     )
     clock = StepClock(precision.device, warmup=warm_up)
-    drawn = [batches[step] for step in range(cfg.train.steps)]
+    inputs = Inputs(batches, cfg, model.dropout_sites, precision.device)
+    training_step = TrainingStep(forward, state, inputs, cfg, precision, world)
     with no_garbage_collection():
-        for step, batch in enumerate(drawn):
+        for step in range(cfg.train.steps):
             with clock.step():
-                training_step(forward, state, batch, step, cfg, precision, world)
+                training_step(step)
     times = [round(ms, 4) for ms in clock.steps_ms]
     peak = None if clock.peak_gb is None else world.max(round(clock.peak_gb * 2**30)) / 2**30
     return {"steps_ms": times, "peak_gb": peak}

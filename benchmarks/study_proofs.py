@@ -25,13 +25,14 @@ from configs import machine
 from data import load_corpus
 from measure.progress import progress
 from measure.statistics import Interval
+from measure.store import Store
 from measure.tables import interval_text
 from model import GPT
 from model.norm import NormSite
 from study.analysis import ArmReport, Report, analyse
 from study.arms import Arm, Study, study_of
 from study.runs import AGAIN, Found, Result, train_all
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 SEEDS = 5  # of a study
 SHIFT, FROZEN = 0.02, 0.5
@@ -111,8 +112,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     precision = MixedPrecision.of(arm.cfg.train.precision, machine.inspect(arm.cfg.device))
     corpus = load_corpus(arm.cfg.data, arm.cfg.tokenizer, context=arm.cfg.model.context)
     with tempfile.TemporaryDirectory() as folder, progress(2 * len(equal.seeds) + 4 * SEEDS, "study_proofs", "run") as bar:
-        runs = train_all(equal, precision, corpus, Path(folder) / "equal.jsonl", bar.update).results
-        found = train_all(known, precision, corpus, Path(folder) / "known.jsonl", bar.update)
+        stores = [Store(Path(folder) / name, {}) for name in ("equal.jsonl", "known.jsonl")]
+        runs = train_all(equal, precision, corpus, stores[0], bar.update).results
+        found = train_all(known, precision, corpus, stores[1], bar.update)
     results.add(records_of(known, runs, found, options.studies))
     for proof, of in groupby(results.finish(), lambda one: one["proof"]):
         proofs = list(of)

@@ -9,8 +9,9 @@ machine       what the rules need to know about this machine
 command_line  the runs that a command asks for, what --help prints, and names of run folders
 """
 
-from configs.compose import compose_only, from_dict, jobs, load, parse, read_yaml, to_dict, to_yaml
+from configs.compose import compose_only, from_dict, given, jobs, load, parse, read_yaml, to_dict, to_yaml
 from configs.keys import ConfigError
 from configs.schema import Config
 
-__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "jobs", "load", "parse", "read_yaml", "to_dict", "to_yaml"]
+__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "given", "jobs", "load", "parse"]
+__all__ += ["read_yaml", "to_dict", "to_yaml"]

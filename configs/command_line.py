@@ -1,8 +1,10 @@
 """The command line of train.py: the runs that it asks for, what it prints, and the names of run folders."""
 
+import json
 import os
 import re
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+import yaml
 
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
@@ -28,6 +30,11 @@ class Job:
     cfg: Config
     folder: Path  # of a new run
     swept: bool  # it is one of several
+
+    @property
+    def begins(self) -> bool:
+        """Whether `cfg` is that of the run. With resume=PATH the run has another one."""
+        return self.cfg.resume in ("never", "auto")
 
 
 def read(arguments: Sequence[str]) -> list[Job] | str:
@@ -47,11 +54,15 @@ def read(arguments: Sequence[str]) -> list[Job] | str:
         return help_text(compose.compose_only(given.overrides))
     if given.cfg:
         return compose.to_yaml(compose.compose_only(given.overrides))
-    if not given.multirun:
-        return [_job(given.overrides, f"runs/{now()}_{{run}}")]
-    sweep = f"runs/{now()}_sweep"
-    swept = {one.get_key_element() for one in compose.parse(given.overrides) if one.is_sweep_override()}
-    return [_job(job, sweep, job_name(i, job, swept)) for i, job in enumerate(compose.jobs(given.overrides))]
+    if given.multirun:
+        sweep = f"runs/{now()}_sweep"
+        swept = {one.get_key_element() for one in compose.parse(given.overrides) if one.is_sweep_override()}
+        jobs = [_job(job, sweep, job_name(i, job, swept)) for i, job in enumerate(compose.jobs(given.overrides))]
+    else:
+        jobs = [_job(given.overrides, f"runs/{now()}_{{run}}")]
+    if begun := [job.cfg for job in jobs if job.begins]:
+        rules.check_given(compose.given(given.overrides), begun)
+    return jobs
 
 
 def _job(overrides: list[str], folder: str, name: str | None = None) -> Job:
@@ -71,17 +82,30 @@ def refuse(error: ConfigError) -> int:
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
     print(f"error: {error}", file=sys.stderr)
-    ErrorHandler().record_exception(error)  # for the report of torchrun
+    record_for_torchrun(error)
     return EXIT_CODE
 
 
+def record_for_torchrun(error: Exception) -> None:
+    """Makes torchrun's report of a failed rank end with the message. The traceback would hide it."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": f"{error}", "extraInfo": {"py_callstack": f"{error}", "timestamp": f"{int(time.time())}"}}
+        Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+
+
 @contextmanager
-def as_config_errors() -> Iterator[None]:
-    """Raises what the data or the model refuse as a ConfigError."""
+def as_config_errors(argument: str = "") -> Iterator[None]:
+    """Raises what the data or the model refuse, and an OSError of a path, as a ConfigError. Its message begins with `argument`,
+    such as resume=PATH."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+    except ConfigError:
+        raise
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        where, why = argument, str(error)
+        if isinstance(error, OSError) and error.strerror:
+            where, why = argument or str(error.filename), f"{error.strerror}."
+        raise ConfigError(f"{where}: {why}" if where else why) from error
 
 
 def now() -> str:
@@ -102,7 +126,8 @@ def describe_keys(config: Config) -> str:
     for name, key in keys.schema().items():
         if section != (section := name.rpartition(".")[0]):
             lines.append("")
-        lines.append(f"  {f'{name}={keys.shown(attrgetter(name)(config))}':<33}  {key.metadata['meaning']}")
+        needs = f"with {only}: " if (only := keys.only(name)) else ""
+        lines.append(f"  {f'{name}={keys.shown(attrgetter(name)(config))}':<33}  {needs}{key.metadata['meaning']}")
         choices = keys.choices(key)
         wide = max(map(len, choices), default=0)
         lines += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in choices.items()]

@@ -35,6 +35,7 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
     """
     cfg = compose_only(overrides)
     rules.check(cfg, on or machine.inspect(cfg.device))
+    rules.check_given(given(overrides), [cfg])
     return cfg
 
 
@@ -67,9 +68,15 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
         if is_text and (numbers or str(one.input_line).endswith("=None")):
             raise ConfigError(
-                f"""{one.input_line}: is text, which needs quotes here, as in '{name}="TEXT"'. null is no text."""
+                f"{one.input_line}: takes text ({keys.schema()[name].metadata['meaning']}). Text that looks like a number, "
+                f"""true or None needs quotes, as in '{name}="TEXT"'. null is no text."""
             )
     return parsed
+
+
+def given(overrides: Sequence[str]) -> list[str]:
+    """The names of keys and groups in the overrides."""
+    return [one.key_or_group for one in parse(overrides)]
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:

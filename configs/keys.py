@@ -1,12 +1,16 @@
-"""Names of the configuration: which keys exist, and which key a misspelt name means."""
+"""Names of the configuration: which keys exist, where they count, and which key a misspelt name means."""
 
 from collections.abc import Sequence
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
+
+import yaml
 
 from configs.schema import Affects, Choice, Config
 
@@ -32,6 +36,37 @@ def schema() -> dict[str, Field]:
 def affecting(*what: Affects) -> list[str]:
     """The keys on which this depends."""
     return [name for name, key in schema().items() if key.metadata["affects"] in what]
+
+
+@cache
+def conditions(name: str) -> list[list[tuple[str, bool, list[Any]]]]:
+    """Where a key counts, as its declaration says: alternatives of (other key, whether it has one of the values, values)."""
+
+    def read(text: str) -> tuple[str, bool, list[Any]]:
+        other, _, values = text.partition("=")
+        beside = f"{name.rpartition('.')[0]}.{other.rstrip('!')}"
+        known = beside if beside in schema() else other.rstrip("!")
+        return known, not other.endswith("!"), [yaml.safe_load(value) for value in values.split(",")]
+
+    return [[read(text) for text in each.split()] for each in schema()[name].metadata["only"].split("|")]
+
+
+def unmet(name: str, cfg: Config) -> list[str]:
+    """The keys whose values make a key count for nothing in this config, as key=value. Empty if it counts."""
+    wrong = [
+        [f"{other}={shown(value)}" for other, has, among in each if ((value := attrgetter(other)(cfg)) in among) is not has]
+        for each in conditions(name)
+    ]
+    return [] if [] in wrong else list(chain(*wrong))
+
+
+def only(name: str) -> str:
+    """Where a key counts, in words; empty if it always does."""
+    words = {True: "{}={}", False: "{} other than {}"}
+    return ", or ".join(
+        " and ".join(words[has].format(other, " or ".join(map(shown, among))) for other, has, among in each)
+        for each in conditions(name)
+    )
 
 
 def choices(key: Field) -> dict[str, str]:

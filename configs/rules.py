@@ -5,7 +5,6 @@
 
 import operator
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from math import isfinite
@@ -20,6 +19,7 @@ from configs.schema import Config
 NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
 NOT_IN_ABLATE = {  # the keys that ablate.py refuses, and why
     "train.compile": "is compared too. Use ablate.compile=true.",
+    "train.graph": "is compared too. Use ablate.graph=true.",
     "deterministic": "would change the operators. Leave it out.",
     "profile": "is done by ablate.py itself, for each cell on a GPU. Leave it out.",
 }
@@ -33,6 +33,15 @@ def check(cfg: Config, machine: Machine) -> None:
     """
     _raise_if(_out_of_range(cfg))  # the other rules divide by these numbers
     _raise_if(_broken(cfg, machine))
+
+
+def check_given(names: Iterable[str], cfgs: Sequence[Config], program: str = "train.py") -> None:
+    """Raises ConfigError, one line a key, for keys that a command gives and that do nothing in any of its configs.
+
+    Args:
+        names: of the command's overrides. null is no value to give, and passes.
+    """
+    _raise_if(_idle(names, cfgs, program))
 
 
 def check_ablation(overrides: Sequence[str]) -> None:
@@ -93,6 +102,24 @@ def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) 
     return list(changed)
 
 
+def why_no_graph(cfg: Config, machine: Machine) -> str:
+    """Why a step of cfg can't be one CUDA graph on this machine; empty where it can."""
+    train = cfg.train
+    if train.graph is False:
+        return "train.graph=false"
+    if machine.device != "cuda":
+        return f"CUDA graphs are for CUDA devices; this run is on {machine.device}"
+    if machine.by_torchrun:
+        return "a graph is of one process; torchrun started this one"
+    if train.compile and train.compile_mode in schema.CUDA_GRAPHS:
+        return f"train.compile_mode={train.compile_mode} makes graphs of its own"
+    if train.recompute and schema.draws_from_torch(cfg.model, cfg.norm):
+        return "train.recompute=true reads the state of torch's generator, from which this model draws dropout"
+    if cfg.profile:
+        return "profile=true tells which operator launched a kernel, which a graph does not know"
+    return ""
+
+
 def _raise_if(broken: Iterable[str]) -> None:
     if text := "\n".join(broken):
         raise ConfigError(text)
@@ -107,6 +134,15 @@ def _out_of_range(cfg: Config) -> Iterator[str]:
         elif value is not None and not all(holds[word](value, limit) for word, limit in limits.items()):
             bounds = " and ".join(f"{word.replace('_', ' ')} {limit}" for word, limit in limits.items())
             yield f"{name}={value}: must be {bounds}."
+
+
+def _idle(names: Iterable[str], cfgs: Sequence[Config], program: str) -> Iterator[str]:
+    for name in dict.fromkeys(names):
+        section = name.partition(".")[0]
+        if section in ("ablate", "compare") and program != f"{section}.py":
+            yield f"{name} is read only by {section}.py. Leave it out."
+        elif name in keys.schema() and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
+            yield f"{name} is read only with {keys.only(name)}; here {', '.join(keys.unmet(name, cfgs[0]))}. Leave it out."
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
@@ -133,12 +169,6 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
         yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
     if data.source is schema.Source.hub and not data.path:
         yield "data.source=hub needs data.path: owner/name on the Hub, or a local folder."
-    for name, key in keys.schema().items():  # its meaning says which other key it needs: "source=hub: owner/name, ..."
-        only = re.match("(source|kind|qk_norm|impl)=(.+?):", key.metadata["meaning"])
-        if only and attrgetter(name)(cfg) != attrgetter(name)(Config()):
-            choose = f"{name.partition('.')[0]}.{only[1]}"
-            if (value := keys.shown(attrgetter(choose)(cfg))) not in only[2].split(" or "):
-                yield f"{name} is read only with {choose}={only[2]}; here {choose}={value}. Use {choose}={only[2]}."
     if cfg.tokenizer.kind is schema.TokenizerKind.pretrained and not cfg.tokenizer.pretrained:
         yield "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hub, or the path of a tokenizer.json."
 
@@ -148,12 +178,15 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     mode = f"train.compile_mode={train.compile_mode}"
     if train.compile_mode not in schema.COMPILE_MODES:
         yield f"{mode}: no mode that can be used here. Use {', '.join(schema.COMPILE_MODES)}."
-    elif train.compile_mode != "default" and (not train.compile or cfg.parallel is schema.Parallel.fsdp):
-        yield f"{mode} needs train.compile=true (for ablate.py ablate.compile=true), and has no effect with parallel=fsdp."
-    if train.compile_mode in schema.CUDA_GRAPHS and (machine.ranks > 1 or machine.device != "cuda"):
-        yield f"{mode} makes CUDA graphs, which are for a single process on a CUDA device. Use another mode."
-    if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
-        yield f"{mode} chooses kernels by measured speed, and deterministic=true needs the same bits. Use one of them."
+    elif train.compile:
+        if train.compile_mode in schema.CUDA_GRAPHS and (machine.ranks > 1 or machine.device != "cuda"):
+            yield f"{mode} makes CUDA graphs, which are for a single process on a CUDA device. Use another mode."
+        if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
+            yield f"{mode} chooses kernels by measured speed, and deterministic=true needs the same bits. Use one of them."
+    if train.graph not in (True, False, "auto"):
+        yield f"train.graph={train.graph}: takes auto, true or false."
+    if train.graph is True and (why := why_no_graph(cfg, machine)):
+        yield f"train.graph=true: {why}. Use train.graph=auto."
     if (optim.warmup_steps or 0) > train.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}. Use null: a twentieth of them."
     if optim.schedule is not schema.Schedule.constant and optim.lr < (optim.min_lr or 0):

@@ -4,6 +4,7 @@ Each key has its type, default, meaning and range here. The YAML files beside th
 `configs.load` composes and checks. `configs.rules` has the rules that span several keys.
 """
 
+import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -25,7 +26,7 @@ class Choice(StrEnum):
 Affects = Literal["weights", "results", "speed", "nothing"]
 
 
-def key(default: Any, meaning: str, *, affects: Affects, **limits: float) -> Any:
+def key(default: Any, meaning: str, affects: Affects, *, only: str = "", **limits: float) -> Any:
     """A field of the configuration: its default (`list` for an empty list, a tuple for a list), meaning and limits.
 
     Args:
@@ -35,9 +36,11 @@ def key(default: Any, meaning: str, *, affects: Affects, **limits: float) -> Any
             results: what a run learns: its text, batches, rates and random numbers.
             speed: how steps are computed and measured: their time, their rounding, and which masks dropout draws.
             nothing: how a run is kept and shown.
+        only: where the key counts, by other keys of its section or dotted ones: "impl=torch,compiled model.dropout!=0" needs
+            both, and "A | B" one of them. `configs.rules` refuses a command that gives the key where it does not count.
         limits: any of at_least, above, at_most and below.
     """
-    metadata = {"meaning": meaning, "limits": limits, "affects": affects}
+    metadata = {"meaning": meaning, "limits": limits, "affects": affects, "only": only}
     if default is list or isinstance(default, tuple):
         return field(default_factory=list if default is list else partial(list, default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -77,17 +80,28 @@ class DropoutMasks(Choice):
     shared = "shared", "torch drops the same elements as fused, which loss parity needs"
 
 
+def draws_from_torch(model: "ModelConfig", norm: "NormConfig") -> bool:
+    """Whether the blocks of a model draw dropout from torch's generator."""
+    attention = model.dropout if model.attention_dropout is None else model.attention_dropout
+    seeded = norm.impl is NormImpl.fused or norm.dropout_masks is DropoutMasks.shared
+    return attention > 0 or (model.dropout > 0 and not seeded)
+
+
 @dataclass
 class NormConfig:
     """Which norm, where, and which operator computes it. impl and dropout_masks change nothing about the model."""
 
-    impl: NormImpl = key(NormImpl.fused, "the operator for dropout, residual add and norm", affects="speed")
-    kind: NormKind = key(NormKind.layernorm, "which norm it computes", affects="weights")
-    placement: Placement = key(Placement.pre, "where norms stand; all but pre need sequential blocks", affects="weights")
-    weight: NormWeight = key(NormWeight.ones, "the norms' weights", affects="weights")
-    alpha: float = key(0.5, "kind=dyt or derf: α at the start; both papers start at 0.5", affects="results", above=0)
-    eps: float = key(1e-5, "added to the variance or the mean square before the root", affects="weights", above=0)
-    dropout_masks: DropoutMasks = key(DropoutMasks.native, "where norm.impl=torch takes dropout masks from", affects="speed")
+    impl: NormImpl = key(NormImpl.fused, "the operator for dropout, residual add and norm", "speed")
+    kind: NormKind = key(NormKind.layernorm, "which norm it computes", "weights")
+    placement: Placement = key(Placement.pre, "where norms stand; all but pre need sequential blocks", "weights")
+    weight: NormWeight = key(NormWeight.ones, "the norms' weights", "weights")
+    alpha: float = key(0.5, "α at the start; both papers start at 0.5", "results", only="kind=dyt,derf", above=0)
+    eps: float = key(
+        1e-5, "added to variance or mean square", "weights", only="kind=layernorm,rmsnorm | model.qk_norm=true", above=0
+    )
+    dropout_masks: DropoutMasks = key(
+        DropoutMasks.native, "where dropout masks come from", "speed", only="impl=torch,compiled model.dropout!=0"
+    )
 
 
 class Activation(Choice):
@@ -123,27 +137,29 @@ class ResidualDtype(Choice):
 class ModelConfig:
     """A GPT. `null` sizes are derived."""
 
-    layers: int = key(4, "number of blocks", affects="weights", at_least=1)
-    heads: int = key(4, "attention heads; must divide width", affects="weights", at_least=1)
-    kv_heads: int | None = key(None, "key and value heads (grouped queries); null: as heads", affects="weights", at_least=1)
-    width: int = key(128, "features of the residual stream", affects="weights", at_least=1)
-    mlp_width: int | None = key(None, "hidden features; null: 4 × width (gelu), 8/3 × (swiglu)", affects="weights", at_least=1)
-    context: int = key(128, "tokens that the model sees at once", affects="weights", at_least=1)
-    vocab_size: int | None = key(None, "null: the tokenizer's, rounded up to a multiple of 64", affects="weights", at_least=1)
-    bias: bool = key(True, "whether linear layers and LayerNorm have biases", affects="weights")
-    dropout: float = key(0.0, "on embeddings and on the outputs of attention and MLP", affects="results", at_least=0, below=1)
-    attention_dropout: float | None = key(None, "on attention weights; null: dropout", affects="results", at_least=0, below=1)
-    drop_path: float = key(0.0, "chance to skip the last sublayer, from 0 at the first", affects="results", at_least=0, below=1)
-    tie_embeddings: bool = key(True, "the output head shares the embedding's weight", affects="weights")
-    positions: Positions = key(Positions.learned, "how the model sees positions", affects="weights")
-    rotary_base: float = key(10000.0, "positions=rotary: a larger base rotates more slowly", affects="weights", above=0)
-    activation: Activation = key(Activation.gelu, "activation of the MLP", affects="weights")
-    qk_norm: bool = key(False, "normalise queries and keys per head, before rotary positions", affects="weights")
-    qk_norm_kind: NormKind | None = key(None, "qk_norm=true: which norm; null: as norm.kind", affects="weights")
-    block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP", affects="weights")
-    embedding_scale: EmbeddingScale | None = key(None, "factor of the embeddings; null: 1", affects="weights")
-    residual_scale: ResidualScale | None = key(None, "factor of the stream at each add; null: 1", affects="weights")
-    residual_dtype: ResidualDtype = key(ResidualDtype.fp32, "dtype of the residual stream", affects="results")
+    layers: int = key(4, "number of blocks", "weights", at_least=1)
+    heads: int = key(4, "attention heads; must divide width", "weights", at_least=1)
+    kv_heads: int | None = key(None, "key and value heads (grouped queries); null: as heads", "weights", at_least=1)
+    width: int = key(128, "features of the residual stream", "weights", at_least=1)
+    mlp_width: int | None = key(None, "hidden features; null: 4 × width (gelu), 8/3 × (swiglu)", "weights", at_least=1)
+    context: int = key(128, "tokens that the model sees at once", "weights", at_least=1)
+    vocab_size: int | None = key(None, "null: the tokenizer's, rounded up to a multiple of 64", "weights", at_least=1)
+    bias: bool = key(True, "whether linear layers and LayerNorm have biases", "weights")
+    dropout: float = key(0.0, "on embeddings and on the outputs of attention and MLP", "results", at_least=0, below=1)
+    attention_dropout: float | None = key(None, "on attention weights; null: dropout", "results", at_least=0, below=1)
+    drop_path: float = key(0.0, "chance to skip the last sublayer, from 0 at the first", "results", at_least=0, below=1)
+    tie_embeddings: bool = key(True, "the output head shares the embedding's weight", "weights")
+    positions: Positions = key(Positions.learned, "how the model sees positions", "weights")
+    rotary_base: float = key(10000.0, "a larger base rotates more slowly", "weights", only="positions=rotary", above=0)
+    activation: Activation = key(Activation.gelu, "activation of the MLP", "weights")
+    qk_norm: bool = key(False, "normalise queries and keys per head, before rotary positions", "weights")
+    qk_norm_kind: NormKind | None = key(None, "which norm; null: as norm.kind", "weights", only="qk_norm=true")
+    block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP", "weights")
+    embedding_scale: EmbeddingScale | None = key(None, "factor of the embeddings; null: 1", "weights")
+    residual_scale: ResidualScale | None = key(None, "factor of the stream at each add; null: 1", "weights")
+    residual_dtype: ResidualDtype = key(
+        ResidualDtype.fp32, "dtype of the residual stream", "results", only="train.precision!=fp32"
+    )
 
     @property
     def size(self) -> str:
@@ -161,10 +177,10 @@ class LossImpl(Choice):
 class LossConfig:
     """The loss of next tokens. What z_loss and softcap say is the same for every implementation."""
 
-    impl: LossImpl = key(LossImpl.fused, "the operator for the loss; changes nothing else", affects="speed")
-    chunks: int = key(1, "impl=fused: parts of the rows; one part's logits exist at a time", affects="speed", at_least=1)
-    z_loss: float = key(0.0, "training adds z_loss · log² Σ exp(logits) (PaLM: 1e-4)", affects="results", at_least=0)
-    softcap: float | None = key(None, "Gemma 2's cap c: c · tanh(logits / c); null: none", affects="weights", above=0)
+    impl: LossImpl = key(LossImpl.fused, "the operator for the loss; changes nothing else", "speed")
+    chunks: int = key(1, "parts of the rows; one part's logits exist at a time", "speed", only="impl=fused", at_least=1)
+    z_loss: float = key(0.0, "training adds z_loss · log² Σ exp(logits) (PaLM: 1e-4)", "results", at_least=0)
+    softcap: float | None = key(None, "Gemma 2's cap c: c · tanh(logits / c); null: none", "weights", above=0)
 
 
 class Source(Choice):
@@ -177,26 +193,28 @@ class Source(Choice):
 class DataConfig:
     """A corpus: where documents come from and how they are split."""
 
-    name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or end of path", affects="results")
-    source: Source = key(Source.shakespeare, "where documents come from", affects="results")
-    files: list[str] = key(list, "source=text: paths, globs; documents are files, or rows of .jsonl, .csv", affects="results")
-    path: str | None = key(None, "source=hub: owner/name, or a local folder", affects="results")
-    subset: str | None = key(None, "source=hub: name of the data set's configuration", affects="results")
-    revision: str | None = key(None, "source=hub: a commit, so that a run can be repeated", affects="results")
-    text_field: str = key("text", "the column with the text; of source=text in .jsonl and .csv files", affects="results")
-    document_start: str | None = key(None, "source=hub: pattern of a document's first line; rows are lines", affects="results")
-    train_split: str = key("train", "source=hub: the split to train on", affects="results")
-    val_split: str | None = key(None, "source=hub: the split to validate on; null: hold out val_fraction", affects="results")
-    streaming: bool = key(False, "source=hub: read while tokenising and keep no raw files", affects="results")
-    max_documents: int | None = key(None, "most documents read from each split; null: all", affects="results", at_least=1)
-    val_fraction: float = key(0.1, "share of bytes held out: documents, or the end of one", affects="results", above=0, below=1)
-    cache_dir: str = key(".cache/prenorm", "folder of tokenizers and tokenised corpora", affects="nothing")
+    name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or end of path", "results")
+    source: Source = key(Source.shakespeare, "where documents come from", "results")
+    files: list[str] = key(list, "paths, globs; documents are files, or rows of .jsonl, .csv", "results", only="source=text")
+    path: str | None = key(None, "owner/name, or a local folder", "results", only="source=hub")
+    subset: str | None = key(None, "name of the data set's configuration", "results", only="source=hub")
+    revision: str | None = key(None, "a commit, so that a run can be repeated", "results", only="source=hub")
+    text_field: str = key("text", "the column with the text, as of .jsonl and .csv files", "results", only="source=text,hub")
+    document_start: str | None = key(None, "pattern of a document's first line; rows are lines", "results", only="source=hub")
+    train_split: str = key("train", "the split to train on", "results", only="source=hub")
+    val_split: str | None = key(None, "the split to validate on; null: hold out val_fraction", "results", only="source=hub")
+    streaming: bool = key(False, "read while tokenising and keep no raw files", "results", only="source=hub")
+    max_documents: int | None = key(None, "most documents read from each split; null: all", "results", at_least=1)
+    val_fraction: float = key(
+        0.1, "share of bytes held out: documents, or the end of one", "results", only="val_split=null", above=0, below=1
+    )
+    cache_dir: str = key(".cache/prenorm", "folder of tokenizers and tokenised corpora", "nothing")
 
     @property
     def called(self) -> str:
         """The name, given or not."""
         path = Path(self.path or "" if self.source == Source.hub else self.source)
-        return self.name or path.name.strip(".") or path.resolve().name or str(self.source)
+        return self.name or path.name.strip(".") or Path(os.path.realpath(path)).name or str(self.source)
 
 
 class TokenizerKind(Choice):
@@ -207,9 +225,9 @@ class TokenizerKind(Choice):
 
 @dataclass
 class TokenizerConfig:
-    kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer", affects="results")
-    vocab_size: int = key(2048, "tokens of bpe, with 256 bytes and one end of document", affects="results", at_least=257)
-    pretrained: str | None = key(None, "kind=pretrained: owner/name on the Hub, or path of a tokenizer.json", affects="results")
+    kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer", "results")
+    vocab_size: int = key(2048, "tokens, with 256 bytes and one end of document", "results", only="kind=bpe", at_least=257)
+    pretrained: str | None = key(None, "owner/name on the Hub, or path of a tokenizer.json", "results", only="kind=pretrained")
 
 
 class Schedule(Choice):
@@ -227,18 +245,20 @@ class OptimKind(Choice):
 class OptimConfig:
     """The optimizer and its learning rate; weight decay on matrices only."""
 
-    kind: OptimKind = key(OptimKind.adamw, "optimizer", affects="results")
-    lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", affects="results", above=0)
-    min_lr: float | None = key(None, "learning rate at the end; null: a tenth of lr", affects="results", at_least=0)
-    schedule: Schedule = key(Schedule.cosine, "shape of the learning rate", affects="results")
-    warmup_steps: int | None = key(None, "steps in which the rate rises to lr; null: steps / 20", affects="results", at_least=0)
-    decay_fraction: float = key(0.2, "schedule=wsd: share of steps with a falling rate", affects="results", above=0, at_most=1)
-    beta1: float = key(0.9, "decay of AdamW's mean of gradients", affects="results", at_least=0, below=1)
-    beta2: float = key(0.99, "decay of AdamW's mean of squared gradients", affects="results", at_least=0, below=1)
-    eps: float = key(1e-8, "added to AdamW's divisor", affects="results", above=0)
-    momentum: float = key(0.95, "decay of Muon's mean of gradients", affects="results", at_least=0, below=1)
-    weight_decay: float = key(0.1, "weight decay, on matrices only", affects="results", at_least=0)
-    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", affects="results", at_least=0)
+    kind: OptimKind = key(OptimKind.adamw, "optimizer", "results")
+    lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", "results", above=0)
+    min_lr: float | None = key(
+        None, "learning rate at the end; null: a tenth of lr", "results", only="schedule=cosine,wsd", at_least=0
+    )
+    schedule: Schedule = key(Schedule.cosine, "shape of the learning rate", "results")
+    warmup_steps: int | None = key(None, "steps in which the rate rises to lr; null: steps / 20", "results", at_least=0)
+    decay_fraction: float = key(0.2, "share of steps with a falling rate", "results", only="schedule=wsd", above=0, at_most=1)
+    beta1: float = key(0.9, "decay of AdamW's mean of gradients", "results", at_least=0, below=1)
+    beta2: float = key(0.99, "decay of AdamW's mean of squared gradients", "results", at_least=0, below=1)
+    eps: float = key(1e-8, "added to AdamW's divisor", "results", above=0)
+    momentum: float = key(0.95, "decay of Muon's mean of gradients", "results", only="kind=muon", at_least=0, below=1)
+    weight_decay: float = key(0.1, "weight decay, on matrices only", "results", at_least=0)
+    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", "results", at_least=0)
 
 
 class Precision(Choice):
@@ -256,38 +276,43 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 @dataclass
 class TrainConfig:
-    steps: int = key(900, "optimizer steps", affects="results", at_least=1)
-    batch_size: int = key(8, "sequences per optimizer step, over all ranks", affects="results", at_least=1)
-    accumulation: int = key(1, "micro-batches per optimizer step on each rank", affects="results", at_least=1)
-    precision: Precision = key(Precision.auto, "dtype of matrix products; weights and optimizer are fp32", affects="results")
-    compile: bool = key(False, "torch.compile(fullgraph=True)", affects="speed")
-    compile_mode: str = key("default", "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs", affects="speed")
-    recompute: bool = key(False, "compute blocks again in backward: less memory, slower", affects="speed")
+    steps: int = key(900, "optimizer steps", "results", at_least=1)
+    batch_size: int = key(8, "sequences per optimizer step, over all ranks", "results", at_least=1)
+    accumulation: int = key(1, "micro-batches per optimizer step on each rank", "results", at_least=1)
+    precision: Precision = key(Precision.auto, "dtype of matrix products; weights and optimizer are fp32", "results")
+    compile: bool = key(False, "torch.compile(fullgraph=True)", "speed")
+    compile_mode: str = key(
+        "default", "or reduce-overhead, max-autotune, max-autotune-no-cudagraphs", "speed", only="compile=true parallel!=fsdp"
+    )
+    recompute: bool = key(False, "compute blocks again in backward: less memory, slower", "speed")
+    graph: bool | str = key("auto", "the whole step as one CUDA graph; auto: true where it can be", "speed")
 
 
 @dataclass
 class EvalConfig:
-    every: int = key(300, "steps between evaluations; 0: only at the end", affects="nothing", at_least=0)
-    batches: int | None = key(None, "micro-batches, spread over the validation set; null: all", affects="speed", at_least=1)
+    every: int = key(300, "steps between evaluations; 0: only at the end", "nothing", at_least=0)
+    batches: int | None = key(None, "micro-batches, spread over the validation set; null: all", "speed", at_least=1)
 
 
 @dataclass
 class CheckpointConfig:
     """A checkpoint is also made at the end, where the validation loss is the best so far, and when a signal stops the run."""
 
-    every: int = key(0, "steps between checkpoints; 0: by time alone", affects="nothing", at_least=0)
-    minutes: float = key(10.0, "longest time between checkpoints; 0: by steps alone", affects="nothing", at_least=0)
-    keep: int = key(2, "newest checkpoints that stay, beside the best one", affects="nothing", at_least=1)
+    every: int = key(0, "steps between checkpoints; 0: by time alone", "nothing", at_least=0)
+    minutes: float = key(10.0, "longest time between checkpoints; 0: by steps alone", "nothing", at_least=0)
+    keep: int = key(2, "newest checkpoints that stay, beside the best one", "nothing", at_least=1)
 
 
 @dataclass
 class SampleConfig:
     """Text printed at the end of a run."""
 
-    tokens: int = key(200, "tokens of the sample; 0: no sample", affects="nothing", at_least=0)
-    prompt: str = key("\n", "text that the sample continues", affects="nothing")
-    temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", affects="nothing", at_least=0)
-    top_k: int | None = key(200, "sample from the k likeliest tokens; null: from all", affects="nothing", at_least=1)
+    tokens: int = key(200, "tokens of the sample; 0: no sample", "nothing", at_least=0)
+    prompt: str = key("\n", "text that the sample continues", "nothing", only="tokens!=0")
+    temperature: float = key(0.8, "divides the logits; 0: the likeliest token", "nothing", only="tokens!=0", at_least=0)
+    top_k: int | None = key(
+        200, "from the k likeliest tokens; null: all", "nothing", only="tokens!=0 temperature!=0", at_least=1
+    )
 
 
 class WandbMode(Choice):
@@ -303,14 +328,22 @@ class WithoutKey(Choice):
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline", affects="nothing")
-    without_key: WithoutKey = key(WithoutKey.offline, "mode if online has no API key or no answer", affects="nothing")
-    project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm", affects="nothing")
-    entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key", affects="nothing")
-    group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep", affects="nothing")
-    name: str | None = key(None, "W&B name, and end of the folder's; null: WANDB_NAME, or the folder's name", affects="nothing")
-    tags: list[str] | None = key(None, "W&B tags beside norm.impl and norm.kind; null: WANDB_TAGS, or none", affects="nothing")
-    every: int = key(10, "steps between lines of metrics", affects="speed", at_least=1)
+    wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline", "nothing")
+    without_key: WithoutKey = key(
+        WithoutKey.offline, "mode if online has no API key or no answer", "nothing", only="wandb=null,online"
+    )
+    project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm", "nothing", only="wandb!=disabled")
+    entity: str | None = key(
+        None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key", "nothing", only="wandb!=disabled"
+    )
+    group: str | None = key(
+        None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep", "nothing", only="wandb!=disabled"
+    )
+    name: str | None = key(None, "W&B name, and end of the folder's; null: WANDB_NAME, or the folder's name", "nothing")
+    tags: list[str] | None = key(
+        None, "W&B tags beside norm.impl and norm.kind; null: WANDB_TAGS, or none", "nothing", only="wandb!=disabled"
+    )
+    every: int = key(10, "steps between lines of metrics", "speed", at_least=1)
 
 
 class Switch(Choice):
@@ -326,26 +359,27 @@ class Switch(Choice):
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    switch: Switch = key(Switch.norm, "whose impl is compared; the other one is held fixed", affects="nothing")
-    arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; torch is timed twice (A/A)", affects="nothing")
-    nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose step is timed too", affects="nothing")
-    cycles: int = key(12, "cycles of two blocks per arm; a multiple of the arms favours none", affects="nothing", at_least=6)
-    block_steps: int | None = key(None, "steps of a block, after one uncounted; null: 250 ms", affects="nothing", at_least=1)
-    warmup_steps: int = key(3, "steps before the first block of an arm", affects="nothing", at_least=1)
-    compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", affects="nothing")
-    eager: bool = key(True, "false: compiled cells alone; needs ablate.compile=true, or a GPU", affects="nothing")
-    parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", affects="nothing", at_least=0)
-    parity_steps: int = key(10, "optimizer steps of a parity run", affects="nothing", at_least=1)
+    switch: Switch = key(Switch.norm, "whose impl is compared; the other one is held fixed", "nothing")
+    arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; torch is timed twice (A/A)", "nothing")
+    nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose step is timed too", "nothing")
+    cycles: int = key(12, "cycles of two blocks per arm; a multiple of the arms favours none", "nothing", at_least=6)
+    block_steps: int | None = key(None, "steps of a block, after one uncounted; null: 250 ms", "nothing", at_least=1)
+    warmup_steps: int = key(3, "steps before the first block of an arm", "nothing", at_least=1)
+    compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", "nothing")
+    eager: bool = key(True, "false: compiled cells alone; needs ablate.compile=true, or a GPU", "nothing")
+    graph: bool | None = key(None, "true: as one CUDA graph too; null: on a GPU if a step is short", "nothing")
+    parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", "nothing", at_least=0)
+    parity_steps: int = key(10, "optimizer steps of a parity run", "nothing", only="parity_seeds!=0", at_least=1)
 
 
 @dataclass
 class CompareConfig:
     """python compare.py; train.py has no use for it."""
 
-    baseline: str | None = key(None, "the arm that the others are compared with; null: the first", affects="nothing")
-    diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", affects="nothing", above=0)
-    probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", affects="nothing", at_least=0)
-    timing_cycles: int | None = key(None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", affects="nothing", at_least=0)
+    baseline: str | None = key(None, "the arm that the others are compared with; null: the first", "nothing")
+    diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", "nothing", above=0)
+    probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", "nothing", at_least=0)
+    timing_cycles: int | None = key(None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", "nothing", at_least=0)
 
 
 class Parallel(Choice):
@@ -376,12 +410,14 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     ablate: AblateConfig = field(default_factory=AblateConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
-    device: DeviceKind = key(DeviceKind.auto, "device that computes", affects="speed")
-    parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work", affects="speed")
-    seed: int = key(1, "seed of initial weights, batches, dropout and the sample", affects="results", at_least=0, below=2**63)
-    deterministic: bool = key(False, "the same bits each time on a GPU too; slower", affects="speed")
-    profile: bool = key(False, "trace a few steps and tell where their time goes", affects="nothing")
-    folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. If it has a run: NAME_2", affects="nothing")
-    resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: with a run or checkpoint", affects="nothing")
-    resume_with_changes: bool = key(False, "resume although keys differ that change the results", affects="nothing")
-    init_from: str | None = key(None, "initial weights: PATH of a run, GPT-2 or Llama, or Hub's owner/name", affects="results")
+    device: DeviceKind = key(DeviceKind.auto, "device that computes", "speed")
+    parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work", "speed")
+    seed: int = key(1, "seed of initial weights, batches, dropout and the sample", "results", at_least=0, below=2**63)
+    deterministic: bool = key(False, "the same bits each time on a GPU too; slower", "speed")
+    profile: bool = key(False, "trace a few steps and tell where their time goes", "nothing")
+    folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. If it has a run: NAME_2", "nothing")
+    resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: with a run or checkpoint", "nothing")
+    resume_with_changes: bool = key(
+        False, "resume although keys differ that change the results", "nothing", only="resume!=never"
+    )
+    init_from: str | None = key(None, "initial weights: PATH of a run, GPT-2 or Llama, or Hub's owner/name", "results")

@@ -14,6 +14,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from data.windows import cut
+
 MOST_EPOCHS = 100  # in a batch: more are a mistake, and drawing them all would take hours
 
 
@@ -51,11 +53,15 @@ class Batches:
 
         self._starts_of_epoch = starts_of_epoch
 
-    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def starts(self, step: int) -> np.ndarray:
+        """The first token of each of this rank's windows, int64 [batch_size // ranks]."""
         first = step * self.batch_size + self.rank * self.rows  # this rank's first window, counted over all epochs
         epochs, windows = np.divmod(first + np.arange(self.rows), self.windows)
         starts = [self._starts_of_epoch(int(epoch))[windows[epochs == epoch]] for epoch in np.unique(epochs)]
-        return _windows(self.tokens, np.concatenate(starts), self.context)
+        return np.concatenate(starts)
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _pair(cut(self.tokens, self.starts(step), self.context + 1))
 
 
 class ValidationWindows:
@@ -84,10 +90,9 @@ class ValidationWindows:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for first in self.firsts:
-            yield _windows(self.tokens, self.starts[first : first + self.batch_size], self.context)
+            yield _pair(cut(self.tokens, self.starts[first : first + self.batch_size], self.context + 1))
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of the windows that start there, each int64 [starts, context]."""
-    window = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
-    return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
+def _pair(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, each int64 [rows, context], of windows [rows, context + 1]."""
+    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())

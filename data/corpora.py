@@ -14,6 +14,7 @@ import numpy as np
 from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data.cache import cached_folder
 from data.documents import Documents, find_documents
+from data.rows import CSV
 from data.split import TRAIN, Labelled, split_documents
 from data.tokenizer import Tokenizer, char_tokenizer, cut, pretrained_file, pretrained_tokenizer, train_bpe
 from data.tokens import write_tokens
@@ -57,8 +58,12 @@ def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -
     """
     documents = find_documents(data)
     settings = _settings(data, tokenizer, documents)
+    again = any(Path(name).suffix.lower() in CSV for name in data.files)  # older versions left out what no column took
     folder = cached_folder(
-        data.cache_dir, data.called, settings, build=lambda folder: _build(folder, data, tokenizer, documents, settings)
+        data.cache_dir,
+        data.called,
+        settings | ({"strict": True} if again else {}),
+        build=lambda folder: _build(folder, data, tokenizer, documents, settings),
     )
     corpus = _open(folder, data.called)
     for name, split in (("training", corpus.train), ("validation", corpus.val)):

@@ -4,10 +4,9 @@
 called only if the cache lacks the corpus. A document has to fit in memory; a corpus may be larger.
 """
 
-import csv
 import importlib.util
-import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from typing import Any
 from configs import machine
 from configs.schema import DataConfig, Source
 from data.cache import checksums
+from data.rows import CSV, ROWS, as_text, csv_rows, read_lines, read_rows
 
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
-
-csv.field_size_limit(2**31 - 1)  # of a document; the default would refuse long ones
 
 Read = Callable[[], Iterator[str]]  # each call reads the documents from the start
 
@@ -81,28 +79,27 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
 
 
 def read_documents(path: Path, text_field: str) -> Iterator[str]:
-    """The rows of a .jsonl or .csv file, or another file as one document. Rows without text are empty.
+    """The rows of a file whose suffix is one of ROWS, or another file as one document. Rows without text are empty.
 
     Raises:
-        ValueError: a line that is no row, or a row without this column.
+        ValueError: what is no row or no text, with the file and the row.
     """
+    with named("data.files", path):
+        if path.suffix.lower() in ROWS:
+            yield from read_rows(path, text_field)
+        else:
+            yield "".join(read_lines(path))
+
+
+@contextmanager
+def named(key: str, path: Path) -> Iterator[None]:
+    """Names the key and the file in errors of reading it."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # unchanged, line ends too, but for a byte order mark
-            if (rows := ROWS.get(path.suffix.lower())) is None:
-                yield file.read()
-                return
-            for number, row in enumerate(rows(file), start=1):
-                if not isinstance(row, dict) or not isinstance(row.get(text_field, 0), str | None):
-                    raise ValueError(f"row {number} has no text in the column data.text_field={text_field}: {row!s:.200}")
-                yield row[text_field] or ""
-    except (ValueError, csv.Error) as error:  # also of text that is no UTF-8 and no JSON
-        raise ValueError(f"data.files: {path}: {error}.") from error
-
-
-ROWS: dict[str, Callable[[Iterable[str]], Iterator[Any]]] = {
-    ".jsonl": lambda file: (json.loads(line) for line in file if line.strip()),
-    ".csv": csv.DictReader,
-}
+        yield
+    except OSError as error:
+        raise ValueError(f"{key}: {path} can't be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise ValueError(f"{key}: {path}: {error}.") from error
 
 
 def _hub(data: DataConfig) -> Documents:
@@ -134,6 +131,10 @@ def _hub(data: DataConfig) -> Documents:
         identity["path"] = None
 
     def opened(scratch: Path) -> tuple[Read, Read | None]:
+        for path in paths if local else ():
+            if path.suffix.lower() in CSV:  # pandas takes a field too much in each row for an index of the rows
+                with named("data.path", folder / path):
+                    deque(csv_rows(folder / path, None), maxlen=0)
         with _reading(data):
             splits = _load_splits(data, folder if local else None, scratch)
         val = None if data.val_split is None else _documents(data, splits, "val_split", begins)
@@ -162,11 +163,9 @@ def _documents(data: DataConfig, splits: dict[str, Any], key: str, begins: re.Pa
     def texts() -> Iterator[str]:
         field = data.text_field
         with _reading(data):  # a stream is read here
-            for batch in splits[name].select_columns([field]).iter(batch_size=1000):
-                for text in batch[field]:
-                    if not isinstance(text, str | None):
-                        raise ValueError(f"data.text_field={field} has no text, but a {type(text).__name__}")
-                    yield text or ""  # null counts as no text
+            batches = splits[name].select_columns([field]).iter(batch_size=1000)
+            for row, text in enumerate((text for batch in batches for text in batch[field]), start=1):
+                yield as_text(text, f"row {row} of {name}", field)
 
     return texts if begins is None else lambda: join_lines(texts(), begins)
 

@@ -1,5 +1,6 @@
 """The time and memory of training steps, measured by CUDA events, or by a clock that is read after a synchronise."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +9,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+
+AHEAD_MS = 1000.0  # of steps: how far the host may be ahead of the device. A signal is answered after these
+FEWEST_AHEAD, MOST_AHEAD = 2, 64  # steps
 
 
 @dataclass(frozen=True)
@@ -21,15 +25,15 @@ class Window:
 class StepClock:
     """Measures the block of `with clock.step()`. Evaluation and checkpoints go in `with clock.paused()`.
 
-    On CUDA two events enclose a step, and the device is synchronised only when times are read, so that the clock does not slow
-    the steps. The first `warmup` steps (compilation, allocator, caches) are not counted.
+    On CUDA two events enclose a step. They are read once they have passed, so that the clock does not slow the steps. Only a
+    host that is too far ahead of the device waits. The first `warmup` steps (compilation, allocator, caches) are not counted.
     """
 
     def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = perf_counter) -> None:
         self.warmup = warmup
         self._device, self._now = device, now
         self._seen = 0  # steps that are over, warm-up included
-        self._marks: list[tuple[Any, Any]] = []  # begin and end of steps whose times are not read yet
+        self._marks: deque[tuple[Any, Any]] = deque()  # begin and end of steps whose times are not read yet
         self._steps_ms: list[float] = []
         self._window = 0  # where the current window begins in _steps_ms
         self._peak_gb = 0.0  # of the steps before the last pause
@@ -43,6 +47,8 @@ class StepClock:
         end = self._mark()
         if self._seen >= self.warmup:
             self._marks.append((begin, end))
+            ahead = int(AHEAD_MS / self._steps_ms[-1]) if self._steps_ms else 0
+            self._read(min(max(ahead, FEWEST_AHEAD), MOST_AHEAD))
         self._seen += 1
 
     @contextmanager
@@ -54,10 +60,20 @@ class StepClock:
         finally:
             self._forget_peak()
 
-    def window(self) -> Window | None:
-        """The steps since the last call. None: there were only warm-up steps. Synchronises."""
-        times = self.steps_ms[self._window :]
-        self._window = len(self._steps_ms)
+    @property
+    def counted(self) -> int:
+        """The steps so far, without warm-up."""
+        return len(self._steps_ms) + len(self._marks)
+
+    def window(self, until: int | None = None) -> Window | None:
+        """The steps since the last call. None: there were only warm-up steps. Waits for the last of them.
+
+        Args:
+            until: an earlier `counted`, for the steps up to there; None: all.
+        """
+        until = self.counted if until is None else until
+        self._read(self.counted - until)
+        times, self._window = self._steps_ms[self._window : until], until
         return Window(median(times), fmean(times)) if times else None
 
     @property
@@ -68,13 +84,7 @@ class StepClock:
     @property
     def steps_ms(self) -> list[float]:
         """Every step after warm-up, in order. Synchronises."""
-        for begin, end in self._marks:
-            if self._device.type == "cuda":
-                end.synchronize()
-                self._steps_ms.append(begin.elapsed_time(end))
-            else:
-                self._steps_ms.append(1000 * (end - begin))
-        self._marks.clear()
+        self._read(0)
         return self._steps_ms
 
     @property
@@ -83,6 +93,16 @@ class StepClock:
         if self._device.type != "cuda":
             return None
         return max(self._peak_gb, torch.cuda.max_memory_allocated(self._device) / 2**30)
+
+    def _read(self, left: int) -> None:
+        """Reads the times of all steps but the last `left`."""
+        while len(self._marks) > left:
+            begin, end = self._marks.popleft()
+            if self._device.type == "cuda":
+                end.synchronize()
+                self._steps_ms.append(begin.elapsed_time(end))
+            else:
+                self._steps_ms.append(1000 * (end - begin))
 
     def _forget_peak(self) -> None:
         if self._device.type == "cuda":

@@ -1,6 +1,7 @@
 """The style of all pictures: no display, few lines, and one colour for one thing, whatever picture it is in."""
 
 import logging
+import math
 import os
 import textwrap
 from collections.abc import Mapping
@@ -11,17 +12,22 @@ from typing import Any
 # it here alone.
 os.environ["MPLBACKEND"] = "Agg"
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home it uses a temporary folder, and warns at each start
-from matplotlib import pyplot, ticker  # noqa: E402
+from matplotlib import font_manager, pyplot, ticker  # noqa: E402
+
+from measure.files import as_storage_errors, replacing  # noqa: E402
 
 __all__ = ["pyplot", "ticker"]  # beside what is defined here
 
+OURS = {"Software": "prenorm"}  # in the metadata of a PNG
 INK, GREY, EDGE = "#111827", "#6b7280", "#374151"
 DPI = 130
 pyplot.rcParams |= {
     "figure.dpi": DPI, "figure.constrained_layout.use": True, "axes.spines.top": False, "axes.spines.right": False,
     "axes.axisbelow": True, "grid.color": GREY, "grid.alpha": 0.2, "xtick.labelsize": 8, "ytick.labelsize": 8,
     "legend.frameon": False, "legend.fontsize": 8,
+    "text.parse_math": False,  # a $ in the name of a corpus is no formula
 }  # fmt: skip
+_GLYPHS = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
 # Lines that have no colour of their own. Colours differ in lightness too.
 COLOURS = (INK, "#c2410c", "#2563eb", "#0f8a6d", "#b58900", "#7c3aed", "#8b8b8b", "#db2777")
 MARKERS = "os^DvPX*"
@@ -63,17 +69,30 @@ def look(number: int) -> dict[str, Any]:
 
 
 def bare(axes: Any, grid: str = "both") -> None:
-    """A faint grid ("x", "y", "both" or none) behind the data, and no labels between the powers of a logarithmic axis."""
+    """A faint grid ("x", "y", "both" or none) behind the data, and plain numbers on a logarithmic axis, whatever it spans."""
     if grid:
         axes.grid(axis=grid)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(ticker.NullFormatter())
+        if isinstance(axis.get_major_locator(), ticker.LogLocator):
+            axis.set_major_locator(_Logarithmic())
+            axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+
+
+class _Logarithmic(ticker.LogLocator):
+    """Two to six numbers, whatever the axis spans. LogLocator has none for less than a decade, or for many on a low panel."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        if vmax < 100 * vmin:
+            return ticker.MaxNLocator(4).tick_values(vmin, vmax)
+        first, last = math.floor(math.log10(vmin)), math.ceil(math.log10(vmax))
+        return [10.0**power for power in range(first, last + 1, (last - first) // 5 + 1)]
 
 
 def legend_below(figure: Any, entries: Mapping[str, Any]) -> None:
     """One legend for all panels, in as few lines as the picture is wide enough for."""
     for columns in range(len(entries), 0, -1):
-        legend = figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
+        legend = figure.legend(entries.values(), map(drawable, entries), loc="outside lower center", ncols=columns)
         if columns == 1 or legend.get_window_extent().width < figure.bbox.width:
             return
         legend.remove()
@@ -83,7 +102,7 @@ def finish(figure: Any, title: str, footer: str, path: Path) -> None:
     """Writes a picture in the format of the file's suffix, with its title, and the footer small beneath it; closes it.
 
     Raises:
-        OSError: it can't be written.
+        StorageError: it can't be written.
     """
     letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
     figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=10, fontweight="bold")
@@ -94,7 +113,22 @@ def finish(figure: Any, title: str, footer: str, path: Path) -> None:
     save_figure(figure, path)
 
 
-def save_figure(figure: Any, to: Path) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(to, format=to.suffix.lstrip(".") or None)
-    pyplot.close(figure)
+def save_figure(figure: Any, path: Path) -> None:
+    for text in figure.findobj(pyplot.Text):
+        text.set_text(drawable(text.get_text()))
+    try:
+        with as_storage_errors(path), replacing(path) as temporary:
+            kind = path.suffix.lstrip(".") or "png"
+            figure.savefig(temporary, format=kind, metadata=OURS if kind == "png" else None)
+    finally:
+        pyplot.close(figure)
+
+
+def may_replace(path: Path) -> bool:
+    """Whether nothing is there, or a PNG that `save_figure` has written."""
+    return not path.exists() or (path.is_file() and b"Software\0prenorm" in path.read_bytes())
+
+
+def drawable(text: str) -> str:
+    """The text with an escape (\\u65e5) for each character that the font lacks: matplotlib draws one box for all of them."""
+    return "".join(c if c == "\n" or ord(c) in _GLYPHS else c.encode("ascii", "backslashreplace").decode() for c in text)

@@ -31,8 +31,8 @@ LOSSES = _ops(
 )  # fmt: skip
 CALLS = _ops("autograd", "checks", "functional", "launch", "operators", "philox", "plan", "records", "reference", "torch_state")
 STEP = (
-    "ops/kernels", "ops/tiling.py", "model", "train.py:training_step", "training/build.py", "training/optimizer.py",
-    "training/step.py",
+    "ops/kernels", "ops/tiling.py", "model", "training/build.py", "training/inputs.py", "training/optimizer.py",
+    "training/precision.py", "training/step.py",
 )  # fmt: skip
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "norms": NORMS,
@@ -53,12 +53,12 @@ def fingerprints() -> dict[str, str]:
 
 
 def _fingerprint(paths: tuple[str, ...]) -> str:
-    """Of files, of all files of a folder, or of one function of a file ("train.py:training_step")."""
+    """Of files, and of all files of a folder."""
     files = {}
-    for path, _, function in (path.partition(":") for path in paths):
+    for path in paths:
         for file in [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"):
             if file.is_file():
-                files[file.relative_to(ROOT).as_posix()] = _only(function, file.read_text(encoding="utf-8"))
+                files[file.relative_to(ROOT).as_posix()] = file.read_text(encoding="utf-8")
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\n{stripped(files[name])}\n".encode())
@@ -79,11 +79,3 @@ def stripped(source: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def _only(function: str, source: str) -> str:
-    """The source of one top-level function; all of it where no function is named, nothing where it has no such function."""
-    if not function:
-        return source
-    named = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
-    return "".join(ast.get_source_segment(source, node) or "" for node in named)

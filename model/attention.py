@@ -25,8 +25,9 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, norm: NormConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_width = cfg.heads, cfg.kv_heads or cfg.heads, cfg.width // cfg.heads
+        self.rows = [heads * self.head_width for heads in (self.heads, self.kv_heads, self.kv_heads)]  # of q, k and v in qkv
         self.dropout = cfg.dropout if cfg.attention_dropout is None else cfg.attention_dropout
-        self.qkv = nn.Linear(cfg.width, (self.heads + 2 * self.kv_heads) * self.head_width, bias=cfg.bias)
+        self.qkv = nn.Linear(cfg.width, sum(self.rows), bias=cfg.bias)
         self.out = nn.Linear(cfg.width, cfg.width, bias=cfg.bias)
         self.query_norm, self.key_norm = None, None
         if cfg.qk_norm:

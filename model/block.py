@@ -22,6 +22,7 @@ both outputs: x of attention and x1 of the MLP.
 """
 
 from collections.abc import Sequence
+from typing import assert_never
 
 from torch import Tensor, nn
 
@@ -75,8 +76,17 @@ class ParallelBlock(nn.Module):
 
 def norms_of_site(placement: Placement, first: bool, last: bool) -> tuple[bool, bool]:
     """Whether a site normalises the stream, and what it adds to it. The first site adds embeddings, the last feeds the head."""
-    of_stream = {Placement.post: not first, Placement.inside: last}.get(placement, True)
-    return of_stream, placement in (Placement.inside, Placement.sandwich) and not first
+    match placement:
+        case Placement.pre:
+            return True, False
+        case Placement.post:
+            return not first, False
+        case Placement.inside:
+            return last, not first
+        case Placement.sandwich:
+            return True, not first
+        case _:
+            assert_never(placement)
 
 
 def norm_site(

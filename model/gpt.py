@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,12 @@ from configs.schema import (
     Positions,
     ResidualDtype,
     ResidualScale,
+    draws_from_torch,
 )
-from model.attention import rotary_table
+from model.attention import Attention, rotary_table
 from model.block import ParallelBlock, SequentialBlock, norm_site
 from model.loss import next_token_loss, softcapped
+from model.mlp import MLP
 from model.norm import activation_dtype
 
 COLDEST = 1e-30  # a lower temperature would sample the same, and logits divided by it overflow
@@ -57,17 +60,19 @@ class GPT(nn.Module):
 
         self.embedding = nn.Embedding(self.vocab_size, cfg.width)
         self.positions, rotary = None, None
-        if cfg.positions == Positions.learned:
-            self.positions = nn.Embedding(cfg.context, cfg.width)
-        else:
-            rotary = rotary_table(cfg.context, cfg.width // cfg.heads, cfg.rotary_base)
+        match cfg.positions:
+            case Positions.learned:
+                self.positions = nn.Embedding(cfg.context, cfg.width)
+            case Positions.rotary:
+                rotary = rotary_table(cfg.context, cfg.width // cfg.heads, cfg.rotary_base)
+            case _:
+                assert_never(cfg.positions)
         self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
 
-        Block = ParallelBlock if cfg.block == BlockLayout.parallel else SequentialBlock
+        last, Block = 2 * cfg.layers - 1, block_class(cfg.block)
         self.blocks = nn.ModuleList(Block(cfg, norm, layer) for layer in range(cfg.layers))
-        last = 2 * cfg.layers - 1
-        adds = (last - 1, last) if cfg.block == BlockLayout.parallel else (last, None)
+        adds = (last - 1, last) if Block is ParallelBlock else (last, None)
         self.final_norm = norm_site(cfg, norm, adds=adds, prenorm=False)
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.width, self.vocab_size, bias=False)
 
@@ -101,7 +106,8 @@ class GPT(nn.Module):
             inputs = (x, x1, residual, rotary, site_seeds[first : first + self.sites_per_block])
             if self.recompute and self.training:
                 # the same masks come from the same seeds, or from the state of torch's generator, which checkpoint restores
-                x, x1, residual = checkpoint(block, *inputs, use_reentrant=False)
+                draws = draws_from_torch(self.cfg, self.norm)
+                x, x1, residual = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
             else:
                 x, x1, residual = block(*inputs)
         return self.predict(x, x1, residual, site_seeds[-1], targets)
@@ -113,9 +119,13 @@ class GPT(nn.Module):
             x = x * math.sqrt(self.cfg.width)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
-        if self.cfg.residual_dtype == ResidualDtype.compute:
-            x = x.to(activation_dtype(x))  # autocast leaves embeddings in fp32
-        return x
+        match self.cfg.residual_dtype:
+            case ResidualDtype.fp32:
+                return x
+            case ResidualDtype.compute:
+                return x.to(activation_dtype(x))  # autocast leaves embeddings in fp32
+            case _:
+                assert_never(self.cfg.residual_dtype)
 
     def predict(
         self, x: Tensor, x1: Tensor | None, residual: Tensor | None, seed: Tensor | None, targets: Tensor | None
@@ -144,17 +154,37 @@ class GPT(nn.Module):
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 weight.mul_(1 / math.sqrt(2 * self.cfg.layers))
-        if self.cfg.embedding_scale == EmbeddingScale.unit:
-            self.embedding.weight.mul_(1 / (0.02 * math.sqrt(self.cfg.width)))
-        if self.cfg.residual_scale == ResidualScale.deepnorm:
-            gain, rows = (8 * self.cfg.layers) ** -0.25, [self.cfg.heads, *[self.cfg.kv_heads or self.cfg.heads] * 2]
-            for name, weight in self.blocks.named_parameters():
-                if name.endswith("qkv.weight"):
-                    parts = weight.split([heads * self.cfg.width // self.cfg.heads for heads in rows])
-                    for part, of_values in zip(parts, (1.0, 1.0, gain), strict=True):
-                        nn.init.xavier_normal_(part, of_values)
-                elif weight.ndim == 2:
-                    nn.init.xavier_normal_(weight, gain)
+        match self.cfg.embedding_scale:
+            case EmbeddingScale.unit:
+                self.embedding.weight.mul_(1 / (0.02 * math.sqrt(self.cfg.width)))
+            case EmbeddingScale.sqrt_width | None:
+                pass
+            case _:
+                assert_never(self.cfg.embedding_scale)
+        match self.cfg.residual_scale:
+            case ResidualScale.deepnorm:
+                gain, joined = (8 * self.cfg.layers) ** -0.25, self.joined()
+                for name, weight in self.blocks.named_parameters():
+                    if name.endswith("qkv.weight"):
+                        for part, of_values in zip(weight.split(joined[weight]), (1.0, 1.0, gain), strict=True):
+                            nn.init.xavier_normal_(part, of_values)
+                    elif weight.ndim == 2:
+                        nn.init.xavier_normal_(weight, gain)
+            case None:
+                pass
+            case _:
+                assert_never(self.cfg.residual_scale)
+
+    def joined(self) -> dict[Tensor, list[int]]:
+        """The parameters that are several matrices below each other, with the rows of each: queries, keys and values; the gate
+        and the value of a SwiGLU."""
+        found: dict[Tensor, list[int]] = {}
+        for module in self.blocks.modules():
+            if isinstance(module, Attention):
+                found[module.qkv.weight] = module.rows
+            elif isinstance(module, MLP):
+                found[module.up.weight] = module.rows
+        return found
 
     @torch.no_grad()
     def generate(
@@ -249,6 +279,16 @@ class GPT(nn.Module):
                 f"GPT: seeds has shape {tuple(seeds.shape)} and dtype {seeds.dtype}, "
                 f"expected int64 of shape ({self.dropout_sites},): one for each norm site (model.dropout_sites)"
             )
+
+
+def block_class(layout: BlockLayout) -> type[SequentialBlock] | type[ParallelBlock]:
+    match layout:
+        case BlockLayout.sequential:
+            return SequentialBlock
+        case BlockLayout.parallel:
+            return ParallelBlock
+        case _:
+            assert_never(layout)
 
 
 def embedding_rows(cfg: ModelConfig, vocab_size: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +26,18 @@ def next_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor, cfg: LossCo
         cfg: which operator computes it; the cap of the logits; and, in training, the weight of log² Σ exp(logits).
     """
     z_loss = cfg.z_loss if training else 0.0  # it regularises, and is no part of what validation measures
-    if cfg.impl == LossImpl.fused:
-        return linear_cross_entropy_fn(hidden, weight, targets, chunks=cfg.chunks, softcap=cfg.softcap, z_loss=z_loss)
-    logits = F.linear(hidden, weight)
-    # Eager PyTorch goes through several fp32 copies of the logits, by far GPT-2's largest tensor; compiled, they are read as
-    # they are, and only their gradient is written. In a model that is compiled whole, the loss is a part.
-    compiled = cfg.impl == LossImpl.compiled and not torch.compiler.is_compiling()
-    return (_compiled() if compiled else cross_entropy)(logits, targets, cfg.softcap, z_loss)
+    match cfg.impl:
+        case LossImpl.fused:
+            return linear_cross_entropy_fn(hidden, weight, targets, chunks=cfg.chunks, softcap=cfg.softcap, z_loss=z_loss)
+        case LossImpl.compiled:
+            # Eager PyTorch goes through several fp32 copies of the logits, by far GPT-2's largest tensor; compiled, they are
+            # read as they are, and only their gradient is written. In a model that is compiled whole, the loss is a part.
+            function = cross_entropy if torch.compiler.is_compiling() else _compiled()
+        case LossImpl.torch:
+            function = cross_entropy
+        case _:
+            assert_never(cfg.impl)
+    return function(F.linear(hidden, weight), targets, cfg.softcap, z_loss)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> Tensor:

@@ -1,5 +1,7 @@
 """The MLP: GELU as in GPT-2, or SwiGLU as in Llama."""
 
+from typing import assert_never
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,21 +20,30 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = cfg.activation
         hidden = mlp_width(cfg)
-        self.up = nn.Linear(cfg.width, hidden * (2 if cfg.activation == Activation.swiglu else 1), bias=cfg.bias)
+        self.rows = [hidden] * (2 if cfg.activation == Activation.swiglu else 1)  # of the matrices in up
+        self.up = nn.Linear(cfg.width, sum(self.rows), bias=cfg.bias)
         self.down = nn.Linear(hidden, cfg.width, bias=cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        if self.activation == Activation.swiglu:
-            gate, value = hidden.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * value)
-        return self.down(F.gelu(hidden, approximate="tanh"))
+        match self.activation:
+            case Activation.gelu:
+                return self.down(F.gelu(hidden, approximate="tanh"))
+            case Activation.swiglu:
+                gate, value = hidden.chunk(2, dim=-1)
+                return self.down(F.silu(gate) * value)
+            case _:
+                assert_never(self.activation)
 
 
 def mlp_width(cfg: ModelConfig) -> int:
     """model.mlp_width, or its default: SwiGLU has three matrices to GELU's two, so 8/3 keeps the number of parameters."""
     if cfg.mlp_width is not None:
         return cfg.mlp_width
-    if cfg.activation == Activation.swiglu:
-        return -(-8 * cfg.width // (3 * 64)) * 64  # rounded up to a multiple of 64
-    return 4 * cfg.width
+    match cfg.activation:
+        case Activation.gelu:
+            return 4 * cfg.width
+        case Activation.swiglu:
+            return -(-8 * cfg.width // (3 * 64)) * 64  # rounded up to a multiple of 64
+        case _:
+            assert_never(cfg.activation)

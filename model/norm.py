@@ -17,7 +17,7 @@ not depend on the implementation, so a checkpoint of one loads in the other.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, assert_never, cast
 
 import torch
 import torch.nn.functional as F
@@ -112,28 +112,27 @@ class NormSite(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.branch_kind = (Norm[norm.kind] if there else Norm.none for there in norms)
-        self.width, self.impl, self.eps, self.masks = width, norm.impl, norm.eps, norm.dropout_masks
+        self.width, self.impl, self.eps, self.shared_masks = width, norm.impl, norm.eps, are_shared(norm.dropout_masks)
         self.dropout, self.drop_path, self.prenorm, self.residual_in_fp32 = dropout, drop_path, prenorm, residual_in_fp32
         self.parallel = parallel
-        self.residual_scale, self.zero_centered = residual_scale, norm.weight == NormWeight.zero_centered
+        one = first_weight(norm.weight)
+        self.residual_scale, self.zero_centered = residual_scale, one == 0
         self.y_is_stream = y_is_stream
 
-        def parameter(value: float, exists: bool) -> nn.Parameter | None:
-            return nn.Parameter(torch.full((width,), value)) if exists else None
+        def parameter(value: float | None, exists: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.full((width,), value)) if exists and value is not None else None
 
         def scalars(kind: Norm) -> nn.Parameter | None:
             start = [norm.alpha, 0.0][: kind.scalars]
             return nn.Parameter(torch.tensor(start)) if start else None
 
-        weight = norm.weight != NormWeight.none
-        bias = bias and weight and norm.kind != NormKind.rmsnorm
-        one = 0.0 if self.zero_centered else 1.0
-        self.weight = parameter(one, weight and norms[0])
+        bias = bias and one is not None and has_bias(norm.kind)
+        self.weight = parameter(one, norms[0])
         self.bias = parameter(0.0, bias and norms[0])
-        self.weight1 = parameter(one, weight and parallel)
+        self.weight1 = parameter(one, parallel)
         self.bias1 = parameter(0.0, bias and parallel)
         self.scalars = scalars(self.kind)
-        self.branch_weight = parameter(one, weight and norms[1])
+        self.branch_weight = parameter(one, norms[1])
         self.branch_bias = parameter(0.0, bias and norms[1])
         self.branch_scalars = scalars(self.branch_kind)
         self._drop: Drop = drop  # of norm.impl=torch; parity tests exchange them
@@ -161,20 +160,22 @@ class NormSite(nn.Module):
             stream_dtype = residual.dtype
         else:
             stream_dtype = torch.float32 if self.residual_in_fp32 and x.dtype != torch.float64 else x.dtype
-        shared = self.masks == DropoutMasks.shared
-        how = self._how(dropout, shared, self.prenorm, stream_dtype, activation_dtype(x))
+        how = self._how(dropout, self.shared_masks, self.prenorm, stream_dtype, activation_dtype(x))
         if self.y_is_stream:
             how = how._replace(prenorm=False, out_dtype=stream_dtype)
         inputs = Inputs(x, residual, x1, rowscale, rowscale1, seed)
         affine = self._affine()
-        if self.impl == NormImpl.fused:
-            outputs = fused_site(inputs, affine, how)
-        elif self.impl == NormImpl.torch:
-            outputs = torch_site(inputs, affine, how, self._drop, self._norm)
-        elif self.impl == NormImpl.compiled:
-            outputs = compiled_alone(torch_site)(inputs, affine, how)
-        else:
-            outputs = libraries.SITES[self.impl](inputs, affine, how)
+        match self.impl:
+            case NormImpl.fused:
+                outputs = fused_site(inputs, affine, how)
+            case NormImpl.torch:
+                outputs = torch_site(inputs, affine, how, self._drop, self._norm)
+            case NormImpl.compiled:
+                outputs = compiled_alone(torch_site)(inputs, affine, how)
+            case NormImpl.flash_attn | NormImpl.liger | NormImpl.quack:
+                outputs = libraries.SITES[self.impl](inputs, affine, how)
+            case _:
+                assert_never(self.impl)
         return (outputs, outputs) if self.y_is_stream and isinstance(outputs, Tensor) else outputs
 
     def as_function(self, x: Tensor) -> tuple[Affine, How]:
@@ -201,6 +202,39 @@ class NormSite(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, impl={self.impl}, kind={self.kind.name}, eps={self.eps}, dropout={self.dropout}"
+
+
+def are_shared(masks: DropoutMasks) -> bool:
+    match masks:
+        case DropoutMasks.native:
+            return False
+        case DropoutMasks.shared:
+            return True
+        case _:
+            assert_never(masks)
+
+
+def first_weight(weight: NormWeight) -> float | None:
+    """What a norm's weights start at; None: it has none."""
+    match weight:
+        case NormWeight.ones:
+            return 1.0
+        case NormWeight.zero_centered:
+            return 0.0
+        case NormWeight.none:
+            return None
+        case _:
+            assert_never(weight)
+
+
+def has_bias(kind: NormKind) -> bool:
+    match kind:
+        case NormKind.rmsnorm:
+            return False
+        case NormKind.layernorm | NormKind.dyt | NormKind.derf:
+            return True
+        case _:
+            assert_never(kind)
 
 
 def drop(x: Tensor, rowscale: Tensor | None, seed: Tensor | None, stream: int, how: How) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .records import ROWS, Inputs
 from .reference import Norm
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,50 +64,76 @@ SHAPE_OF_X, LAST_OF_X = ", the shape of x", " to match the last dimension of x {
 
 
 def check_buffers(
-    name: str, out: Tensor | None, residual_out: Tensor | None, x: Tensor, dtype: torch.dtype, residual_dtype: torch.dtype
-) -> None:
+    name: str, out: Tensor | None, residual_out: Tensor | None, inputs: Inputs, dtype: torch.dtype, residual_dtype: torch.dtype,
+    eager: bool,
+) -> None:  # fmt: skip
+    """eager: the tensors have memory that can be asked for."""
     for argument, buffer, accepted in (("out", out, dtype), ("residual_out", residual_out, residual_dtype)):
         if buffer is None:
             continue
-        check_operands(name, x, (accepted,), (x.shape,), SHAPE_OF_X, **{argument: buffer})
+        check_operands(name, inputs.x, (accepted,), (inputs.x.shape,), SHAPE_OF_X, **{argument: buffer})
         if not buffer.is_contiguous():
             raise ValueError(
                 f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
             )
-    if out is not None and out is residual_out:
-        raise ValueError(f"{name}: out and residual_out are the same tensor; they hold y and the residual stream, pass two")
+        for operand, t in zip(inputs._fields, inputs, strict=True) if eager else ():
+            if t is None or not overlap(buffer, t):
+                continue
+            # Each row is read before it is written.
+            if operand not in ROWS or t.data_ptr() != buffer.data_ptr() or t.dtype != buffer.dtype or not t.is_contiguous():
+                raise ValueError(
+                    f"{name}: {argument} overlaps {operand}; it may be all of {', '.join(ROWS)}, or else no input's"
+                )
+    if out is not None and residual_out is not None and (out is residual_out or (eager and overlap(out, residual_out))):
+        raise ValueError(f"{name}: out and residual_out overlap; they hold y and the residual stream, pass two")
 
 
-def check_dropout_p(name: str, argument: str, p: float) -> None:
-    check_number(name, argument, p, "in [0, 1)", lambda p: 0.0 <= p < 1.0)
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether one begins in memory before the other has ended."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    ends = [
+        t.data_ptr() + t.itemsize * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)))
+        for t in (a, b)
+    ]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
-def check_eps(name: str, eps: float) -> None:
-    check_number(name, "eps", eps, "a number of 0 or more", lambda eps: eps >= 0.0)
+# What numpy's numbers and booleans are accepted for becomes Python's here, as neither Triton nor the dispatcher takes them.
 
 
-def check_number(name: str, argument: str, number: Any, accepted: str, fits: Callable[[Any], bool]) -> None:
-    """accepted: in words. Numpy's numbers are numbers."""
+def as_dropout_p(name: str, argument: str, p: Any) -> float:
+    return as_number(name, argument, p, "in [0, 1)", lambda p: 0.0 <= p < 1.0)
+
+
+def as_eps(name: str, eps: Any) -> float:
+    return as_number(name, "eps", eps, "a number of 0 or more", lambda eps: eps >= 0.0)
+
+
+def as_number(name: str, argument: str, number: Any, accepted: str, fits: Callable[[Any], bool]) -> float:
+    """accepted: in words."""
     if not isinstance(number, float | int | Real) or isinstance(number, bool) or not fits(number):
         raise ValueError(f"{name}: {argument} must be {accepted}, got {number!r}")
+    return float(number)
 
 
-def check_flags(name: str, **flags: object) -> None:
-    # Whatever else is true or false, numpy's booleans among it, but nothing that may be neither.
+def as_flags(name: str, **flags: Any) -> dict[str, bool]:
+    """Whatever is true or false, but nothing that may be neither."""
     for argument, flag in flags.items():
         if not (isinstance(flag, bool | int) or flag is None or type(flag).__name__ in ("bool", "bool_", "SymBool")):
             raise TypeError(f"{name}: {argument} must be True or False, got {type(flag).__name__}")
+    return {argument: bool(flag) for argument, flag in flags.items()}
 
 
-def check_size(name: str, argument: str, size: Any, least: int) -> None:
+def as_size(name: str, argument: str, size: Any, least: int) -> int:
     whole = isinstance(size, int | Integral | torch.SymInt) and not isinstance(size, bool)
     if not whole or not least <= size < 2**63:
         raise ValueError(f"{name}: {argument} must be an int of {least} or more, got {size!r}")
+    return size if isinstance(size, torch.SymInt) else int(size)  # type: ignore[return-value]
 
 
-def check_mask(name: str, p: float, seed: Tensor | int, stream: int, device: torch.device) -> None:
-    """What decides a mask."""
-    check_dropout_p(name, "p", p)
+def check_mask(name: str, seed: Tensor | int, stream: int, device: torch.device) -> None:
+    """What decides a mask, beside p."""
     check_seed(name, seed, device)
     if not isinstance(stream, int) or stream not in range(2**31):
         raise ValueError(

@@ -66,7 +66,7 @@ def cross_entropy_fn(
         raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
     checks.check_dtype(name, "logits", logits, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_targets(name, targets, logits, "logits")
-    checks.check_flags(name, in_place=in_place)
+    (in_place,) = checks.as_flags(name, in_place=in_place).values()
     rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     in_place = in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
     if in_place:
@@ -118,11 +118,11 @@ def linear_cross_entropy_fn(
     checks.check_tensor(name, "hidden", hidden)
     checks.check_dtype(name, "hidden", hidden, REFERENCE_DTYPES)
     checks.check_operand(name, "weight", weight, hidden, REFERENCE_DTYPES, "hidden")
-    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
         shapes = f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
-        raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with V ≥ 1")
+        raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with K and V ≥ 1")
     check_targets(name, targets, hidden, "hidden")
-    checks.check_size(name, "chunks", chunks, 1)
+    chunks = checks.as_size(name, "chunks", chunks, 1)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -140,11 +140,11 @@ def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_
         raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(REDUCTIONS)}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
-    if softcap is not None:
-        checks.check_number(name, "softcap", softcap, "a finite number above 0, or None for none", lambda c: 0.0 < c < math.inf)
-    checks.check_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
-    checks.check_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
-    return LossOptions(REDUCTIONS[reduction], ignore_index, float(softcap or 0.0), float(z_loss), float(label_smoothing))
+    above = "a finite number above 0, or None for none"
+    cap = 0.0 if softcap is None else checks.as_number(name, "softcap", softcap, above, lambda c: 0.0 < c < math.inf)
+    z_loss = checks.as_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
+    label_smoothing = checks.as_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
+    return LossOptions(REDUCTIONS[reduction], ignore_index, cap, z_loss, label_smoothing)
 
 
 def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:
@@ -272,6 +272,7 @@ def _linear(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, the factor of the mean, and the gradients of hidden and weight but for that factor, empty where not needed.
 
+    The factor of the sum is 1. Where no target counts either is infinite, and the gradients are zeros.
     The factor comes last because p / count is often 0 in fp16, and because backward has a factor of its own anyway.
     """
     shared = LossOptions(*options)
@@ -294,18 +295,20 @@ def _linear(
         if needs_weight and len(hidden) == 0:
             dweight.zero_()
         total, scale = functions.finish(torch.cat(losses), targets, shared)
+        if not scale.numel():
+            scale = 1 / (targets != shared.ignore_index).any().to(total.dtype).view(1)
     return total, scale, dhidden, dweight
 
 
 def _linear_fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, dtype: torch.dtype, needs_hidden: bool, needs_weight: bool,
-    reduction: int, *_: Any,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     known_to_inductor(linear_op, linear_forward)
     wide = torch.promote_types(dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones
     return (
         hidden.new_empty((), dtype=wide),
-        hidden.new_empty(int(reduction == MEAN), dtype=wide),
+        hidden.new_empty(1, dtype=wide),
         hidden.new_empty(hidden.shape if needs_hidden else (0,)),
         weight.new_empty(weight.shape if needs_weight else (0,), dtype=wide),
     )
@@ -347,7 +350,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dloss is None:
             return (None,) * len(ctx.needs_input_grad)
         scale, *products = ctx.saved_tensors
-        factor = dloss * scale if scale.numel() else dloss
+        factor = (dloss * scale).masked_fill(scale.isinf(), 0.0)  # zeros stay zeros, also where 1 / 0 items is upstream
         # In fp32: PyTorch would round the factor, a scalar tensor, to the dtype of a product in bf16.
         gradients = [
             (product.to(factor.dtype) * factor).to(dtype) if needed else None

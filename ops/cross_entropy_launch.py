@@ -126,6 +126,10 @@ def multiply(rows: Tensor, factor: Tensor) -> None:
 def _losses(p: Pointers, options: LossOptions, tile_of: Callable[[int, int], LossTile]) -> Tensor:
     """What else is written is given."""
     M, V = p.logits.shape
+    if INTERPRET:  # which lets the kernel's own check pass, and reads there
+        wrong = p.targets[(p.targets != options.ignore_index) & ((p.targets < 0) | (p.targets >= V))]
+        if len(wrong):
+            raise IndexError(f"Target {wrong[0]} is out of bounds.")
     tile = tile_of(V, p.logits.itemsize)
     p = p._replace(loss=p.logits.new_empty(M, dtype=torch.float32))
     how, strides = _variant(p, options, tile)

@@ -21,7 +21,8 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
     name = "seeded_dropout"
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
     checks.check_input(name, x, checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES)
-    checks.check_mask(name, p, seed, stream, x.device)
+    p = checks.as_dropout_p(name, "p", p)
+    checks.check_mask(name, seed, stream, x.device)
     if p == 0.0:
         return x
     rows = x.reshape(-1, x.shape[-1])
@@ -44,7 +45,8 @@ def dropout_mask(
     if device is None:
         device = seed.device if isinstance(seed, Tensor) else "cpu"
     device = torch.empty(0, device=device).device  # "cuda" has an index then
-    checks.check_mask("dropout_mask", p, seed, stream, device)
+    p = checks.as_dropout_p("dropout_mask", "p", p)
+    checks.check_mask("dropout_mask", seed, stream, device)
     seed = seed_tensor(seed, device)
     if runs_kernels(device):
         return _dropout_mask(seed, rows, cols, p, stream)

@@ -81,7 +81,8 @@ def norm_fn(
         return_statistics: also return, of each row of r, the root mean square and the largest magnitude: fp32, x's leading
             shape, without a gradient. The kernel has the row in registers, so nothing is read for them.
         out_dtype: of y and y1; by default x's dtype, or that of `out`.
-        out, residual_out: buffers of x's shape for y and r; written to and returned. residual_out may be `residual` itself.
+        out, residual_out: contiguous buffers of x's shape for y and r; written to and returned. Either may be all of x,
+            residual or x1. Else they overlap neither each other nor an input, which torch.compile leaves to the caller.
         seed: fixes the masks: an int or a one-element int64 tensor on x's device. By default drawn from torch's generator.
 
     Returns:
@@ -135,7 +136,7 @@ def layer_norm_fn(
     those of `norm_fn`. is_rms_norm: compute RMSNorm. eps is 1e-6 here, 1e-5 in the module LayerNorm.
     """
     if is_rms_norm is not True and is_rms_norm is not False:
-        checks.check_flags("layer_norm_fn", is_rms_norm=is_rms_norm)
+        is_rms_norm = checks.as_flags("layer_norm_fn", is_rms_norm=is_rms_norm)["is_rms_norm"]
     return _call(
         (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
         _RMSNORM if is_rms_norm else _LAYERNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
@@ -183,13 +184,11 @@ def _call(
     out_dtype: torch.dtype | None, out: Tensor | None, residual_out: Tensor | None, seed: Tensor | int | None,
 ) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
     """operands: `records.OPERANDS`. Plain tuples, as records cost an eager call some µs."""
-    if prenorm is not True and prenorm is not False:
-        checks.check_flags(checks.function_name(norm), prenorm=prenorm)
     if out_dtype is None and out is not None:
         out_dtype = getattr(out, "dtype", None)
     x = operands[0]
     request = (
-        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm is True or residual_out is not None,
+        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm, residual_out is not None,
         residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
     )  # fmt: skip
     plan = plan_of(operands, request) if is_eager((out, residual_out, None if isinstance(seed, int) else seed)) else None
@@ -208,19 +207,19 @@ def _call(
     if out is None and residual_out is None:
         outputs = _run(inputs, plan, eager)
     else:
-        outputs = _into_buffers(inputs, plan, eager, prenorm, out, residual_out)
+        outputs = _into_buffers(inputs, plan, eager, out, residual_out)
 
     y, r = outputs[0], outputs[1]
     if r is None:
         r = y if plan.y_is_r else x
     if not plan.returns_more:
-        return (y, r) if prenorm else y
+        return (y, r) if plan.prenorm else y
     y1, mask, mask1, rms, peak, *_ = (*outputs[2:], None, None, None, None, None)
     if plan.returns_masks and not plan.drops:
         mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, operands[2]))
     masks = (mask, mask1) if plan.returns_masks else ()
     statistics = (rms, peak) if plan.returns_statistics else ()
-    results = (y, *[y1] * plan.returns_y1, *[r] * prenorm, *masks, *statistics)
+    results = (y, *[y1] * plan.returns_y1, *[r] * plan.prenorm, *masks, *statistics)
     return results[0] if len(results) == 1 else results
 
 
@@ -241,15 +240,13 @@ def _run(inputs: tuple, plan: Plan, eager: bool) -> tuple:
     return _named(plan, options, outputs)
 
 
-def _into_buffers(
-    inputs: tuple, plan: Plan, eager: bool, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
-) -> tuple:
+def _into_buffers(inputs: tuple, plan: Plan, eager: bool, out: Tensor | None, residual_out: Tensor | None) -> tuple:
     """Outputs, with these buffers for y and r."""
     x, options = inputs[0], plan.inference
-    checks.check_buffers(plan.name, out, residual_out, x, options.out_dtype, options.residual_dtype)
+    checks.check_buffers(plan.name, out, residual_out, Inputs._make(inputs), options.out_dtype, options.residual_dtype, eager)
     buffers = {name: buffer for name, buffer in (("y", out), ("r", residual_out)) if buffer is not None}
     if plan.kernels and eager and not _trains([*plan.present(inputs), *buffers.values()]):
-        options = options._replace(store_residual=prenorm or residual_out is not None)
+        options = options._replace(store_residual=plan.prenorm or residual_out is not None)
         written = plan.call(options)(plan.present(inputs), buffers)
         torch.autograd.graph.increment_version(buffers.values())
         return _named(plan, options, written)

@@ -86,13 +86,13 @@ def backward_call(call: BackwardOptions, N: int, device: torch.device, of: Any) 
     options, asked = call
     norm, branch_norm = Norm(options.norm), Norm(options.branch_norm)
     wanted = Weights(*[getattr(asked, f"d{name}") is not None for name in Weights._fields])
-    reads_r = norm != Norm.none or wanted.weight or wanted.weight1
+    reads_r = bool(norm != Norm.none or wanted.weight or wanted.weight1)
     rows = (of.dy, of.dy1, of.dr, of.r if reads_r else None, of.x, of.x1)
     written = (asked.dz, asked.dx, asked.dx1)
     work = Work(
         vector=_vector(*rows, *written),
         row_bytes=_bytes(*rows),
-        weights=(_sums(norm) if reads_r else 0) * (1 if of.dy1 is None else 2) + (_sums(branch_norm) if options.branch else 0),
+        weights=(1 + norm.has_bias) * reads_r * (1 if of.dy1 is None else 2) + (1 + branch_norm.has_bias) * options.branch,
         written_bytes=_bytes(*written),
         branch=options.branch,
         # The sums over a row that its programs would exchange are those of one norm with a statistic.
@@ -239,11 +239,6 @@ def _variant(N: int, options: Options, work: Work, tile: Tile, **more: Any) -> V
         **{name.upper(): getattr(tile, name) for name in of_tile},
         **more,
     )
-
-
-def _sums(norm: Norm) -> int:
-    """Of weight gradients that backward keeps, by the tile's rule: a weight's, and a bias's where the norm mostly has one."""
-    return {Norm.rmsnorm: 1, Norm.none: 1}.get(norm, 2)
 
 
 def _vector(*dtypes: Any) -> int:

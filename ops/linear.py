@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import first_order
-from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, check_flags, check_input, check_operands, check_tensor
+from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, as_flags, check_input, check_operands, check_tensor
 from .functional import norm_fn
 from .kernels import runs_kernels
 from .reference import Norm
@@ -49,7 +49,8 @@ def layer_norm_linear_fn(
     K, N = linear_weight.shape[:1], x.shape[-1]
     check_operands(name, x, dtypes, ((*K, N),), LAST_OF_X, linear_weight=linear_weight)
     check_operands(name, x, dtypes, (K,), " to match the rows of linear_weight", linear_bias=linear_bias)
-    check_flags(name, prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm)
+    flags = as_flags(name, prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm)
+    prenorm, residual_in_fp32, is_rms_norm = flags.values()
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype
     norm = Norm.rmsnorm if is_rms_norm else Norm.layernorm

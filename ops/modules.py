@@ -1,12 +1,13 @@
 """The norms as modules. They are torch's own classes with another forward: the same parameters, so checkpoints interchange,
 and code that looks for norm layers with isinstance (to exempt them from weight decay, say) finds them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .checks import check_dropout_p, check_eps, check_flags
+from .checks import as_dropout_p, as_eps, as_flags, as_size
 from .functional import norm_fn
 from .reference import Norm
 
@@ -22,7 +23,7 @@ class _Fused:
 
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int | Sequence[int],
         eps: float = 1e-5,
         dropout_p: float = 0.0,
         zero_centered_weight: bool = False,
@@ -32,12 +33,17 @@ class _Fused:
         **bias: bool,
     ) -> None:
         name = type(self).__name__
-        check_eps(name, eps)
-        check_dropout_p(name, "dropout_p", dropout_p)
-        check_flags(name, zero_centered_weight=zero_centered_weight, elementwise_affine=elementwise_affine, **bias)
-        self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
-        affine = {"elementwise_affine": elementwise_affine, **bias}  # torch.nn.LayerNorm alone has a bias
-        super().__init__(hidden_size, eps, device=device, dtype=dtype, **affine)  # type: ignore[call-arg]
+        if isinstance(hidden_size, list | tuple):
+            if len(hidden_size) != 1:
+                raise ValueError(
+                    f"{name}: hidden_size is {hidden_size!r}, expected one number: the last dimension is normalised"
+                )
+            (hidden_size,) = hidden_size
+        hidden_size = as_size(name, "hidden_size", hidden_size, 1)
+        self.dropout_p = as_dropout_p(name, "dropout_p", dropout_p)
+        flags = as_flags(name, zero_centered_weight=zero_centered_weight, elementwise_affine=elementwise_affine, **bias)
+        self.zero_centered_weight = flags.pop("zero_centered_weight")
+        super().__init__(hidden_size, as_eps(name, eps), device=device, dtype=dtype, **flags)  # type: ignore[call-arg]
         if self.kind is Norm.rmsnorm:  # as FlashAttention's: blocks pass norm.weight and norm.bias on, whichever norm it is
             self.register_parameter("bias", None)  # type: ignore[attr-defined]
 
@@ -65,7 +71,8 @@ class LayerNorm(_Fused, nn.LayerNorm):  # type: ignore[misc]
     """Dropout → add → LayerNorm.
 
     Args:
-        hidden_size: N, the size of the last dimension.
+        hidden_size: N, the size of the last dimension, which is normalised; or (N,). ValueError for several dimensions, which
+            torch.nn.LayerNorm alone takes.
         eps: added to the variance: 1e-5 here, as in torch.nn.LayerNorm; the functions have 1e-6.
         dropout_p: in [0, 1); applied to x in training mode only.
         zero_centered_weight: the weight is stored as its distance from 1, and starts at 0.

@@ -14,6 +14,7 @@ from functools import cache, lru_cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, library
@@ -22,6 +23,7 @@ from torch.autograd import forward_ad
 from .records import (
     BackwardInputs,
     BackwardOptions,
+    Gradients,
     Inputs,
     Options,
     dtypes_of,
@@ -31,6 +33,7 @@ from .records import (
     outputs_of,
     shapes_of,
 )
+from .reference import Norm
 from .torch_state import below_autograd, has_tangents
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
@@ -76,10 +79,19 @@ def register_autograd(op: Any, below: Any, with_gradients: Callable) -> None:
 # The arguments of an operator on a record of tensors. Three, because the dispatcher's price is by the argument:
 # - the tensors that are there, without None, because not everything that rewrites calls looks into lists of optional tensors
 #   (views of the other sign, jit.trace, autograd's warnings);
-# - the options that are no floats, in their order, and before them which fields the tensors are: bit i for field i;
+# - the options that are no floats, in their order, and before them LAYOUT, and which fields the tensors are: bit i for field i;
 # - the options that are floats.
 SCHEMA = "(Tensor[] tensors, int[] options, float[] numbers) -> Tensor[]"
 DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)  # an option that is a dtype: its place here
+
+
+def layout_of(*records: Any) -> int:
+    """A number that is another one where a field, a norm or a dtype is: exported programs hold their places."""
+    fields = [(name, kind is float) for record in records for name, kind in record.__annotations__.items()]
+    return crc32(repr((fields, [(norm.name, norm.value) for norm in Norm], DTYPES)).encode())
+
+
+LAYOUT = layout_of(Inputs, Options, BackwardInputs, Gradients)
 
 
 def encode(record: Any, names: Iterable[str], options: Any) -> tuple[list[int], list[float]]:
@@ -88,12 +100,14 @@ def encode(record: Any, names: Iterable[str], options: Any) -> tuple[list[int], 
     floats = [value for value in flat if isinstance(value, float)]
     others = [value for value in flat if not isinstance(value, float)]
     ints = [DTYPES.index(value) if value is None or isinstance(value, torch.dtype) else int(value) for value in others]
-    return [sum([1 << record._fields.index(name) for name in names]), *ints], floats
+    return [LAYOUT, sum([1 << record._fields.index(name) for name in names]), *ints], floats
 
 
 def decode(record: Any, options: Any, ints: Iterable[int], floats: Iterable[float]) -> tuple[list[str], Any]:
     """The names and the options that `encode` was given; given are the classes of record and options."""
-    fields, *rest = ints
+    layout, fields, *rest = ints
+    if layout != LAYOUT:
+        raise RuntimeError(f"{NAMESPACE}: this program was exported with other options of the norms; export it again")
     others, numbers = iter(rest), iter(floats)
 
     def value(kind: Any) -> Any:

@@ -3,6 +3,7 @@
 The number of rows is no part of it, so a batch of another length costs what the one before did.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -81,10 +82,10 @@ class Plan:
 
     def __init__(
         self, given: tuple, norm: Norm, branch_norm: Norm, residual_scale: float, eps: float, dropout_p: float,
-        zero_centered_weight: bool, keeps_residual: bool, residual_in_fp32: bool, return_dropout_mask: bool,
+        zero_centered_weight: bool, prenorm: bool, has_residual_out: bool, residual_in_fp32: bool, return_dropout_mask: bool,
         return_statistics: bool, out_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
-        """given: `records.OPERANDS`; keeps_residual: prenorm, or there is a buffer for it; the others as of `norm_fn`.
+        """given: `records.OPERANDS`; the others as of `norm_fn`.
 
         Raises:
             ValueError, TypeError: as `norm_fn` documents, for all but buffers and seed.
@@ -111,13 +112,14 @@ class Plan:
             raise ValueError(
                 f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
             )
-        checks.check_number(name, "residual_scale", residual_scale, "a finite number", lambda scale: abs(scale) < float("inf"))
-        checks.check_dropout_p(name, "dropout_p", dropout_p)
-        checks.check_eps(name, eps)
-        checks.check_flags(
-            name, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32,
+        residual_scale = checks.as_number(name, "residual_scale", residual_scale, "a finite number", math.isfinite)
+        dropout_p = checks.as_dropout_p(name, "dropout_p", dropout_p)
+        eps = checks.as_eps(name, eps)
+        flags = checks.as_flags(
+            name, prenorm=prenorm, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32,
             return_dropout_mask=return_dropout_mask, return_statistics=return_statistics,
         )  # fmt: skip
+        self.prenorm, zero_centered_weight, residual_in_fp32, self.returns_masks, self.returns_statistics = flags.values()
         if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
             raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
         out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -136,19 +138,18 @@ class Plan:
         without_norm = norm == Norm.none and operands.weight is None and operands.bias is None
         self.y_is_r = without_norm and not self.r_is_x and out_dtype == residual_dtype
         self.returns_y1 = operands.weight1 is not None or operands.bias1 is not None
-        self.returns_masks, self.returns_statistics = bool(return_dropout_mask), bool(return_statistics)
         self.returns_more = self.returns_y1 or self.returns_masks or self.returns_statistics  # than y and r
         self.inference = Options(
-            eps=float(eps),
-            dropout_p=float(dropout_p),
+            eps=eps,
+            dropout_p=dropout_p,
             norm=int(norm),
             branch=branch,
             branch_norm=int(branch_norm),
-            residual_scale=1.0 if residual is None else float(residual_scale),
-            zero_centered_weight=bool(zero_centered_weight),
+            residual_scale=1.0 if residual is None else residual_scale,
+            zero_centered_weight=zero_centered_weight,
             out_dtype=out_dtype,
             residual_dtype=residual_dtype,
-            store_residual=bool(keeps_residual) and not self.r_is_x and not self.y_is_r,
+            store_residual=(self.prenorm or has_residual_out) and not self.r_is_x and not self.y_is_r,
             statistics=0,
             branch_statistics=0,
             return_mask=self.returns_masks and drops,

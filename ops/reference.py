@@ -18,28 +18,24 @@ from .records import Inputs, Options, Outputs
 
 
 class Norm(IntEnum):
-    """The kinds of norm. A new one is a member here, a formula below and its branches in `kernels/norms.py`."""
+    """The kinds of norm. A new one is a member here with all that is asked of it, a formula below and its branches in
+    `kernels/norms.py`."""
 
-    layernorm = 0
-    rmsnorm = 1
-    dyt = 2
-    derf = 3
-    none = 4
+    statistics: int  # numbers of a row that backward gets: rstd, and the mean if the norm centres; a pointwise norm has none
+    scalars: int  # learned numbers that it has beside its weight and bias
+    has_bias: bool  # mostly, which is for the choice of a tile
 
-    @property
-    def centres(self) -> bool:
-        """Whether it subtracts the mean of a row."""
-        return self is Norm.layernorm
+    def __new__(cls, value: int, *facts: Any) -> "Norm":  # one argument in the eyes of who looks a norm up
+        norm = int.__new__(cls, value)
+        norm._value_ = value
+        norm.statistics, norm.scalars, norm.has_bias = facts
+        return norm
 
-    @property
-    def statistics(self) -> int:
-        """How many numbers of a row backward gets: rstd, and the mean if the norm centres. A pointwise norm has none."""
-        return {Norm.layernorm: 2, Norm.rmsnorm: 1}.get(self, 0)
-
-    @property
-    def scalars(self) -> int:
-        """How many learned numbers it has beside its weight and bias."""
-        return {Norm.dyt: 1, Norm.derf: 2}.get(self, 0)
+    layernorm = 0, 2, 0, True
+    rmsnorm = 1, 1, 0, False
+    dyt = 2, 0, 1, True
+    derf = 3, 0, 2, True
+    none = 4, 0, 0, False
 
 
 def layer_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, _: None = None) -> Tensor:

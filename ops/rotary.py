@@ -49,7 +49,7 @@ def rotary_qkv_fn(
             nothing is turned. They get no gradient.
         heads, kv_heads: kv_heads divides heads (grouped-query attention); None: as heads.
         positions: int64 or int32, the row of the tables for each token: [..., T], or a shape that expands to it. None: 0 … T−1.
-            On the kernels a position that the tables do not have gives NaN; the reference raises IndexError.
+            A position that the tables do not have, below 0 too, turns its features into NaN: nothing waits for the device.
         norm: "layernorm" or "rmsnorm" over the features of each head, before the turn. None: no norm.
         q_weight, k_weight: [D], one for all heads, or [heads, D] and [kv_heads, D]. None is 1.
         q_bias, k_bias: shaped as the weights. None is 0.
@@ -69,8 +69,7 @@ def rotary_qkv_fn(
     name = "rotary_qkv_fn"
     checks.check_tensor(name, "qkv", qkv)
     kv_heads = heads if kv_heads is None else kv_heads
-    checks.check_size(name, "heads", heads, 1)
-    checks.check_size(name, "kv_heads", kv_heads, 1)
+    heads, kv_heads = checks.as_size(name, "heads", heads, 1), checks.as_size(name, "kv_heads", kv_heads, 1)
     parts = heads + 2 * kv_heads
     if qkv.dim() < 2 or qkv.shape[-1] == 0 or qkv.shape[-1] % (2 * parts):
         raise ValueError(
@@ -128,9 +127,9 @@ def _run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if norm not in _KINDS:
         raise ValueError(f"{name}: norm is {norm!r}, accepted: None, layernorm, rmsnorm")
-    checks.check_eps(name, eps)
-    checks.check_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
-    options = Options(heads, kv_heads, int(_KINDS[norm]), float(eps), bool(zero_centered_weight), bool(interleaved))
+    eps = checks.as_eps(name, eps)
+    flags = checks.as_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
+    options = Options(heads, kv_heads, int(_KINDS[norm]), eps, **flags)
     kernels = runs_kernels(inputs.x.device) and not transformed_by_func()
     inputs = _checked(name, inputs, options, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     if not kernels:
@@ -190,7 +189,9 @@ def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     q, k, *values = (x, k) if k is not None else x.unflatten(-1, (sum(parts), -1)).split(parts, dim=-2)
     if cos is not None and sin is not None:
         if positions is not None:
-            cos, sin = cos[positions.long()], sin[positions.long()]
+            there = (positions >= 0) & (positions < len(cos))
+            rows = positions.long().where(there, 0)
+            cos, sin = cos[rows].masked_fill(~there[..., None], torch.nan), sin[rows]
         elif cos.dim() == 2:
             cos, sin = cos[: q.shape[-3]], sin[: q.shape[-3]]
     q, k = (_turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)))

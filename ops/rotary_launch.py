@@ -94,6 +94,9 @@ def forward_call(
 
     def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
         x, k, cos, sin, *small = inputs
+        if x.numel() == 0:  # whose strides say nothing
+            q_shape, k_shape = output_shapes(x.shape, None if k is None else k.shape, options)
+            return x.new_empty(q_shape), x.new_empty(k_shape)
         rows, angles, found = _found(geometry, (x, k), (cos, sin))
         q_shape, k_shape, start, programs, numbers = found
         outputs = x.new_empty(q_shape), x.new_empty(k_shape)
@@ -150,13 +153,11 @@ def backward_call(
 
     def run(upstream: Upstream, inputs: Inputs) -> list[Tensor]:
         x, k, cos, sin, positions, q_weight, _, k_weight, _ = inputs
+        gradients = empty_gradients(upstream, inputs, options, wanted)
+        if upstream.dq.numel() == 0:
+            return [gradient.zero_() for gradient in gradients]  # those of weights have elements
         rows, angles, found = _found(geometry, (*upstream, x, k), (cos, sin))
         start, programs, numbers, finish, finish_numbers = found
-        gradients = empty_gradients(upstream, inputs, options, wanted)
-        if programs == 0:
-            for gradient in gradients:
-                gradient.zero_()
-            return gradients
         dx, *others = gradients
         dk_in = None if packed else others.pop(0)
         partials = dx.new_empty(programs * sums_D, dtype=torch.float32) if sums_D else None

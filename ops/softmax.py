@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import operators
 from .autograd import first_order
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_input, check_number, check_operand
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, as_number, check_input, check_operand
 from .kernels import runs_kernels
 from .operators import operator, register_autograd
 from .torch_state import below_autograd, transformed_by_func
@@ -44,7 +44,7 @@ def log_softmax_fn(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) ->
 def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
     check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
-    check_number(name, "scale", scale, "a finite number", math.isfinite)
+    scale = as_number(name, "scale", scale, "a finite number", math.isfinite)
     if mask is not None:
         check_operand(name, "mask", mask, x, (torch.bool, *REFERENCE_DTYPES))
         if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
@@ -53,7 +53,7 @@ def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool)
             )
     if not kernels:
         return reference(x, scale, mask, log)
-    return softmax_op(x, mask, float(scale), log)
+    return softmax_op(x, mask, scale, log)
 
 
 def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
@@ -78,7 +78,7 @@ SCHEMA = "(Tensor x, Tensor? mask, float scale, bool log) -> Tensor"
 softmax_op = operator("softmax", SCHEMA, lambda *call: launches().softmax(*call), empty)
 softmax_forward = operator("softmax_forward", SCHEMA, lambda *call: launches().softmax(*call), empty)
 softmax_backward = operator(
-    "softmax_backward", "(Tensor y, Tensor dy, float scale, bool log, bool hides) -> Tensor",
+    "softmax_backward", "(Tensor y, Tensor dy, Tensor? mask, float scale, bool log) -> Tensor",
     lambda *call: launches().softmax_backward(*call),
     empty,
 )  # fmt: skip
@@ -88,20 +88,19 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mask, scale, log):
         y = below_autograd(softmax_forward, x, mask, scale, log)
-        ctx.save_for_backward(y)
+        ctx.save_for_backward(y, mask if mask is not None and mask.dtype == torch.bool else None)
         ctx.scale, ctx.log, ctx.function = scale, log, "log_softmax_fn" if log else "softmax_fn"
-        ctx.hides = mask is not None and mask.dtype == torch.bool
         ctx.mask = None if mask is None else (mask.shape, mask.dtype)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        (y,) = ctx.saved_tensors
+        y, hides = ctx.saved_tensors
         wants_x, wants_mask, *_ = ctx.needs_input_grad
         if not wants_mask:
-            return softmax_backward(y, dy, ctx.scale, ctx.log, ctx.hides), None, None, None
-        dz = softmax_backward(y, dy, 1.0, ctx.log, ctx.hides)
+            return softmax_backward(y, dy, hides, ctx.scale, ctx.log), None, None, None
+        dz = softmax_backward(y, dy, None, 1.0, ctx.log)
         shape, dtype = ctx.mask
         return dz * ctx.scale if wants_x else None, dz.float().sum_to_size(shape).to(dtype), None, None
 

@@ -49,33 +49,32 @@ def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool 
 def softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool) -> Tensor:
     """mask: broadcasts to x's shape."""
     y = empty(x)
-    mask_rows, mask_cols = kernels.MaskRows(1, 1, 0, 0, 0), 1
-    if mask is not None and x.numel():
-        mask, mask_rows, mask_cols = rows_of_mask(mask.expand(x.shape))
-    pointers = kernels.Pointers(x, mask, y)
-    _start(kernels.softmax_kernel, pointers, (mask_rows,), scale, x.itemsize, LOG=log, MASK_COLS=mask_cols)
+    _start(kernels.softmax_kernel, kernels.Pointers(x, mask, y), kernels.MaskRows(1, 1, 0, 0, 0), scale, x.itemsize, log)
     return y
 
 
-def softmax_backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool) -> Tensor:
-    """hides: a boolean mask was there."""
+def softmax_backward(y: Tensor, dy: Tensor, mask: Tensor | None, scale: float, log: bool) -> Tensor:
+    """mask: a boolean one, as of `softmax`."""
     dx = empty(y)
-    pointers, itemsize = kernels.BackwardPointers(y, dy, dx), max(y.itemsize, dy.itemsize)
-    _start(kernels.softmax_backward_kernel, pointers, (), scale, itemsize, LOG=log, HIDES=hides and log)
+    itemsize = max(y.itemsize, dy.itemsize)
+    _start(kernels.softmax_backward_kernel, kernels.BackwardPointers(y, dy, mask, dx), None, scale, itemsize, log)
     return dx
 
 
-def _start(kernel: Any, pointers: Any, more: tuple, scale: float, itemsize: int, **constants: Any) -> None:
-    """itemsize: of the widest tensor of rows; more: arguments behind the pointers."""
-    out = pointers[-1]
+def _start(kernel: Any, pointers: Any, mask_rows: kernels.MaskRows | None, scale: float, itemsize: int, log: bool) -> None:
+    """mask_rows: what the kernel is told without a mask; itemsize: of the widest tensor of rows."""
+    out, mask_cols = pointers[-1], 1
+    if pointers.mask is not None and out.numel():
+        mask, mask_rows, mask_cols = rows_of_mask(pointers.mask.expand(out.shape))
+        pointers = pointers._replace(mask=mask)
     N, vector, backward = out.shape[-1], 16 // itemsize, kernel is kernels.softmax_backward_kernel
     tile = softmax_tile(N, vector, backward, device_facts(out.device).since_sm_90)
     how = kernels.SoftmaxVariant(
-        N, ROWS=tile.rows, BLOCK_N=tile.block_n, VECTOR=vector, LOOPED=tile.looped, PREFETCH=tile.distance > 0, **constants
+        N, log, tile.rows, tile.block_n, vector, LOOPED=tile.looped, MASK_COLS=mask_cols, PREFETCH=tile.distance > 0
     )
     M = out.numel() // N
     start = Launcher(kernel, type(pointers), out.device, strided=("mask",), num_warps=tile.warps)
-    start(-(-M // tile.rows), pointers, *more, M, scale, tile.distance, how)
+    start(-(-M // tile.rows), pointers, mask_rows, M, scale, tile.distance, how)
 
 
 def rows_of_mask(mask: Tensor) -> tuple[Tensor, kernels.MaskRows, int]:

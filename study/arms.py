@@ -12,6 +12,7 @@ import yaml
 
 import configs
 from configs import Config, ConfigError, keys, machine, rules
+from configs.command_line import as_config_errors
 from configs.schema import CUDA_GRAPHS, Parallel, Precision
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
@@ -94,6 +95,7 @@ def study_of(arguments: Sequence[str]) -> Study:
     words = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]
+    rules.check_given(configs.given(given), list(arms.values()), "compare.py")
     return _checked(Study(made, rates or [first.optim.lr], seeds or [first.seed], words))
 
 
@@ -125,19 +127,18 @@ def _checked(study: Study) -> Study:
     if wanted not in (None, *names):
         near = keys.did_you_mean(str(wanted), names)
         raise ConfigError(f"compare.baseline={wanted}: no such arm.{near} Arms: {', '.join(names)}.")
-    if study.cfg.resume not in ("never", "auto"):
-        raise ConfigError(f"resume={study.cfg.resume}: a study goes on with folder=PATH resume=auto and the same arguments.")
     return study
 
 
 def _read(name: str) -> dict[str, Any]:
     """A study of configs/study/ by its name, or of any file by its path."""
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-        near = keys.did_you_mean(name, known)
-        raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
-    found, takes = yaml.safe_load(path.read_text(encoding="utf-8")), (*WORDS, "arguments", "arms")
+    with as_config_errors(f"study={name}"):
+        if not path.is_file():
+            known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+            near = keys.did_you_mean(name, known)
+            raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
+        found, takes = yaml.safe_load(path.read_text(encoding="utf-8")), (*WORDS, "arguments", "arms")
     if not isinstance(found, dict) or set(found) - set(takes):
         raise ConfigError(f"study={name}: takes {', '.join(takes)}, got {', '.join(found or [])}.")
     return found

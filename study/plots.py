@@ -3,7 +3,7 @@
 from pathlib import Path
 from statistics import fmean
 
-from measure.plots import GREY, INK, bare, finish, legend_below, look, pyplot
+from measure.plots import GREY, INK, bare, finish, legend_below, look, pyplot, ticker
 from study.analysis import Report
 from study.arms import Study
 from study.runs import Found
@@ -46,6 +46,7 @@ def depth(found: Found, made: Report, path: Path, footer: str) -> bool:
                 axes.text(0.5, 0.5, "none", color=GREY, fontsize=7, ha="center", transform=axes.transAxes)
             if key in ("rms", "most"):
                 axes.set_yscale("log")
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
             bare(axes)
         row[0].set_ylabel("\n".join(name.split()), fontsize=6, rotation=0, ha="right", va="center")
     for above, below, key in zip(grid[0], grid[-1], columns, strict=True):

@@ -48,7 +48,7 @@ def probe(engine: Engine) -> dict[str, list[float]]:
     engine.model.eval()
     try:
         with engine.precision.autocast():
-            engine.model(engine.val[0][0][:ROWS])
+            engine.model(engine.evaluation.first()[:ROWS])
     finally:
         engine.model.train()
         for hook in hooks:

@@ -8,19 +8,19 @@ from typing import Any
 
 from measure import tables
 from measure.comparison import AGAIN as TORCH_AGAIN
+from measure.files import replace_text
 from measure.statistics import Interval
 from measure.tables import NOTHING, interval_text, number
 from study import plots
 from study.analysis import ArmReport, Report, reach
 from study.arms import Arm, Study
 from study.runs import Found
-from training.storage import replace_text
 
 Row = dict[str, str]  # cells by the heading of their column
 
 
 def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folder: Path) -> None:
-    """Raises StorageError or OSError: a file can't be written."""
+    """Raises StorageError: a file can't be written."""
     footer = tables.machine(facts)
     plots.rates(study, found, made, folder / "rates.png", footer)
     pictures = "![loss against learning rate](rates.png)"

@@ -6,26 +6,23 @@ this rate or a lower one: a run that is slow at a low rate has not diverged. The
 low to high), so a study that was killed goes on with the same decisions.
 """
 
-import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from data import Corpus
+from measure.store import Store
 from measure.timing import free_memory
 from study.arms import Arm, Study
 from study.engine import Engine
 from study.probes import probe, spikes
 from study.timing import block_times, cycles_of
-from training.step import MixedPrecision
-from training.storage import as_storage_errors
+from training.precision import MixedPrecision
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
 
@@ -87,37 +84,23 @@ class Found:
             self.results.append(Result(**line))
 
 
-def read(path: Path) -> Found:
-    """The lines of a study. A last line that was cut short is removed from the file."""
-    found = Found()
-    if path.is_file():
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        os.truncate(path, len(whole))
-        for line in whole.decode().splitlines():
-            found.add(json.loads(line))
-    return found
-
-
-def keep(path: Path, found: Found, line: dict[str, Any]) -> None:
-    with as_storage_errors(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    found.add(line)
-
-
 def train_all(
-    study: Study, precision: MixedPrecision, corpus: Corpus, path: Path, done: Callable[[], object] = lambda: None
+    study: Study, precision: MixedPrecision, corpus: Corpus, store: Store, done: Callable[[], object] = lambda: None
 ) -> Found:
-    """Makes the runs that `path` lacks.
+    """Makes the runs that `store` lacks.
 
     The A/A runs are the baseline's at its best rate, with as many other seeds.
 
     Args:
         done: called after each run.
     """
-    found, cycles = read(path), cycles_of(study.cfg, precision.device)
+    found, cycles = Found(), cycles_of(study.cfg, precision.device)
+    for line in store.lines:
+        found.add(line)
+
+    def keep(line: dict[str, Any]) -> None:
+        store.add(line)
+        found.add(line)
 
     def runs_of(arm: Arm, name: str, rates: list[float], seeds: list[int], cycles: int) -> None:
         had = {(result.seed, result.rate) for result in found.of(name)}
@@ -131,11 +114,11 @@ def train_all(
         engine = Engine(arm.at(rates[0], seeds[0]), precision, corpus, arm.fill)
         for seed, rate in left:
             engine.begin(arm.at(rate, seed))
-            keep(path, found, asdict(_run(engine, name, found.of(name))))
+            keep(asdict(_run(engine, name, found.of(name))))
             done()
         if untimed:
             times = block_times(arm, study.baseline, engine, cycles, precision, corpus)
-            keep(path, found, {"arm": name, "times": times})
+            keep({"arm": name, "times": times})
 
     for arm in study.arms:
         runs_of(arm, arm.name, study.rates, study.seeds, cycles)

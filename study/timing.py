@@ -20,7 +20,7 @@ from measure.schedule import LEAD_IN, LEAST_STEPS, block_length, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from study.arms import Arm
 from study.engine import Engine
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 BASELINE = "baseline"  # the contender; the others are named after their norm.impl
 BLOCK_MS = 50.0

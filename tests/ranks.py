@@ -17,9 +17,11 @@ from configs.machine import Machine
 from tests.forks import processes
 from tests.runs import no_space, read_json
 from training import checkpoint, distributed
-from training import metrics as training_metrics
 from training.command import find_start
+from training.evaluation import Evaluation
+from training.inputs import Inputs
 from training.run import open_run
+from training.step import TrainingStep
 
 
 def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[int]) -> list[dict]:
@@ -94,34 +96,32 @@ def _train(world: distributed.World, on: Machine, overrides: list[str], folder: 
 
 
 def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> None:
-    seed, step, replicate = train.seed_micro_batch, train.training_step, distributed.World.replicate
-    evaluate = training_metrics.evaluate
+    read, step, replicate, evaluate = Inputs.read, TrainingStep.__call__, distributed.World.replicate, Evaluation.__call__
 
     def here(act: str, number: int) -> bool:
         return acts.get(act) == [world.rank, number]
 
-    def seeds(*place, **options):
-        found = seed(*place, **options)
-        told["seeds"] += found.tolist()
+    def reads(self):
+        found = read(self)
+        told["seeds"] += found.seeds.flatten().tolist()
+        told["rows"] += found.tokens.tolist()
         return found
 
-    def steps(forward, state, batch, index, *rest):
-        told["rows"] += batch[0].tolist()
+    def steps(self, index):
         if here("signal", index + 1):
             signal.raise_signal(signal.SIGTERM)
         if here("nan", index + 1):
-            state.model.register_forward_hook(lambda *call: call[-1] * float("nan"))
+            self.state.model.register_forward_hook(lambda *call: call[-1] * float("nan"))
         if here("full", index + 1):
             checkpoint.serialize = no_space
-        result = step(forward, state, batch, index, *rest)
+        step(self, index)
         told["steps"] += 1
-        return result
 
-    def looks(*args, **options):
+    def looks(self, before_batch):
         told["looked"] += 1
         if here("look", told["looked"]):
             signal.raise_signal(signal.SIGTERM)
-        return evaluate(*args, **options)
+        return evaluate(self, before_batch)
 
     def counted(self, forward):
         def hook(_, bucket):
@@ -133,6 +133,6 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         ddp.register_comm_hook(None, hook)
         return ddp
 
-    train.seed_micro_batch, train.training_step, training_metrics.evaluate = seeds, steps, looks
+    Inputs.read, TrainingStep.__call__, Evaluation.__call__ = reads, steps, looks  # type: ignore[method-assign]
     if acts.get("count"):
         distributed.World.replicate = counted  # type: ignore[method-assign]

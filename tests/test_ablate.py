@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 import ablate
 import model.loss
 import model.norm
+from configs import ConfigError
 from measure import attribution
 from measure.comparison import AGAIN, FUSED, TORCH
 from tests.ablation import faults, results
 from tests.ablation.peer import checkout
 from tests.runs import newest, train_here
+from training import storage
 
 TIMES = "ablate.parity_seeds=0"  # without parity
 
@@ -78,8 +80,8 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
 def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_named(
     tiny, tmp_path, here, measured, capsys, ablations
 ):
-    (tmp_path / "reports" / "mine").mkdir(parents=True)
-    (tmp_path / "reports" / "mine" / "config.yaml").touch()
+    with storage.claim(tmp_path / "reports" / "mine", "train.py"):
+        pass
     swept = ["norm.kind=layernorm,rmsnorm", "model.dropout=0.0", TIMES]
     assert ablate.main([*tiny, *swept, "folder=reports/mine"]) == 0
     found = ablations[-1]
@@ -98,7 +100,8 @@ def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
         ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
-        ("resume=runs/a", "an ablation goes on with folder=runs/a resume=auto"),
+        ("resume=runs/a", "ablate.py goes on with folder=runs/a resume=auto"),
+        ("resume=auto", "resume=auto goes on in the folder that the command names: add"),
         ("folder=runs/a,runs/b", "an ablation has one folder"),
         ("logging.wandb=offline", "an ablation is several runs, a W&B agent's job is one."),
         ("init_from=RUN norm.kind=layernorm,rmsnorm", "norm.kind=rmsnorm: it has layernorm."),  # of the second cell
@@ -151,11 +154,11 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     runs, run = [], ablate.timing.run
 
     def stopping_at(call):
-        def one(arm, batches, steps, clock):
+        def one(arm, steps, clock):
             runs.append((arm.name, steps.start))
             if len(runs) == call:
                 os.kill(os.getpid(), signal.SIGINT)
-            return run(arm, batches, steps, clock)
+            return run(arm, steps, clock)
 
         runs.clear()
         monkeypatch.setattr(ablate.timing, "run", one)
@@ -167,6 +170,9 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     assert f"add folder=runs/{folder.name} resume=auto" in capsys.readouterr().err and not ablations
     _, *kept = [json.loads(line) for line in (folder / "cycles.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(kept) == 4
+    with storage.claim(folder, "ablate.py", resumes=True):  # as another process
+        assert ablate.main([*command, f"folder={folder}", "resume=auto"]) == 2
+    assert "another process is at work there" in capsys.readouterr().err
     for other, why in (("model.dropout=0.2", "model.dropout=0.2, there 0.0"), ("ablate.cycles=9", "ablate.cycles=9, there 6")):
         assert ablate.main([*command, f"folder={folder}", "resume=auto", other]) == 2 and why in capsys.readouterr().err
 
@@ -180,7 +186,9 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
         assert not set(map(tuple, arm.blocks_ms[8:])) & set(map(tuple, arm.blocks_ms[:8])), "the fourth was not counted again"
     report = " ".join((folder / "report.md").read_text(encoding="utf-8").split())
     assert "Cycles of an earlier process, which was stopped: 4 of eager." in report and "NOT FINISHED" not in report
-    assert not (folder / "cycles.jsonl").exists()
+    capsys.readouterr()
+    assert ablate.main([*command, f"folder={folder}", "resume=auto"]) == 0 and len(ablations) == 1
+    assert capsys.readouterr().out == f"runs/{folder.name} has finished: runs/{folder.name}/report.md\n"
 
 
 @pytest.mark.gpu
@@ -259,14 +267,16 @@ def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left
     def variant(*more):
         return ablate.variants_of([*tiny, *more])[0]
 
-    assert variant("ablate.compile=false").modes == ["eager"] and variant("ablate.eager=false").modes == ["compiled"]
-    with pytest.raises(ablate.ConfigError, match=r"ablate\.eager=false: leaves nothing to time.*ablate\.compile=true"):
+    assert variant("ablate.compile=false", "ablate.graph=false").modes == ["eager"]
+    assert variant("ablate.eager=false").modes == ["compiled", "compiled graph"]
+    with pytest.raises(ConfigError, match=r"ablate\.eager=false: leaves nothing to time.*ablate\.compile=true"):
         variant("ablate.eager=false", "ablate.compile=false")
     three = variant("ablate.arms=[torch,compiled,fused]")
-    assert three.modes == ["eager", "compiled"]
-    assert three.arms("eager") == [TORCH, AGAIN, "compiled", FUSED] and three.arms("compiled") == [TORCH, AGAIN, FUSED]
+    assert three.modes == ["eager", "compiled", "graph", "compiled graph"]
+    for mode in three.modes:
+        assert three.arms(mode) == [TORCH, AGAIN, *(["compiled"] if mode in ("eager", "graph") else []), FUSED]
     two = variant("ablate.arms=[torch,compiled]")
-    assert two.modes == ["eager"] and two.subject == "compiled"
+    assert two.modes == ["eager", "graph"] and two.subject == "compiled"
 
 
 def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_alone(tiny, gpu):
@@ -275,5 +285,5 @@ def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_a
     assert without.refused == {} and without.arms("eager") == [TORCH, AGAIN, "liger", "flash_attn", FUSED]
     assert dropping.arms("eager") == [TORCH, AGAIN, "flash_attn", FUSED] and "model.dropout" in dropping.refused["liger"]
     assert without.tested == ["liger", "flash_attn", FUSED] and dropping.tested == [FUSED], "flash-attn draws its own masks"
-    with pytest.raises(ablate.ConfigError, match=r"liger can't take part.*sandwich"):
+    with pytest.raises(ConfigError, match=r"liger can't take part.*sandwich"):
         ablate.variants_of([*tiny, *arms, "norm.placement=sandwich"])

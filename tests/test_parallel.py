@@ -19,13 +19,14 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
-original, once = train.training_step, Path("once")
-def step(forward, state, batch, index, *rest):
+from training.step import TrainingStep
+original, once = TrainingStep.__call__, Path("once")
+def step(self, index):
     if index == 6 and os.environ["RANK"] == "1" and not once.exists():
         once.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return original(forward, state, batch, index, *rest)
-train.training_step = step
+    original(self, index)
+TrainingStep.__call__ = step
 time.sleep(once.exists() and os.environ["RANK"] == "0")
 sys.argv[0] = {root!r} + "/train.py"
 sys.exit(train.main(train.train))

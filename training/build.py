@@ -1,7 +1,7 @@
 """A model that is ready to train: weights, state, and the forward that the config asks for. All programs build theirs here."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from model.loss import TWO_PASSES
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World
 from training.optimizer import make_optimizer
+from training.precision import MixedPrecision
 from training.sharding import shard
-from training.step import MixedPrecision
 
 
 class Built(NamedTuple):
@@ -58,8 +58,7 @@ def build(
             model.to_empty(device=precision.device)
         fill(model)
     model.recompute = cfg.train.recompute
-    sharded = cfg.parallel is Parallel.fsdp
-    if sharded:
+    if sharded := is_fsdp(cfg.parallel):
         shard(model, precision, world.size, compiled=cfg.train.compile)
     model = model.to(precision.device)
     state = TrainState(model, make_optimizer(model, cfg.optim), precision.scaler(), tokenizer, corpus, leads=world.leads)
@@ -69,6 +68,16 @@ def build(
     if cfg.train.compile and not sharded:
         forward = compile_model(model, cfg.train)
     return Built(model, state, world.replicate(forward))
+
+
+def is_fsdp(parallel: Parallel) -> bool:
+    match parallel:
+        case Parallel.fsdp:
+            return True
+        case Parallel.auto | Parallel.ddp:
+            return False
+        case _:
+            assert_never(parallel)
 
 
 def compile_model(model: GPT, train: TrainConfig) -> Callable[..., Tensor]:

@@ -22,12 +22,13 @@ import torch
 from safetensors.torch import load_file, save
 
 from configs import Config, ConfigError, from_dict, to_dict
+from configs.command_line import as_config_errors
 from configs.compose import as_typed
+from measure.files import relative
 from model import GPT
 from training import storage
 from training.distributed import ALONE, World
 from training.sharding import gather_to_host, is_sharded, sharded_like
-from training.storage import relative
 
 FORMAT = 2
 MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors", "state.json", "tokenizer.json"
@@ -190,16 +191,14 @@ def read(path: Path, *, verified: bool = False) -> Stored:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    path = locate(path)
-    try:
+    with as_config_errors(f"{path}: not a readable checkpoint"):
+        path = locate(path)
         if not verified:
             storage.verify(path, (MODEL, STATE, TOKENIZER))
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        if state["format"] != FORMAT:
-            raise ValueError(f"its format is {state['format']}, and this version reads {FORMAT}")
+        if state.get("format") != FORMAT:
+            raise ValueError(f"its format is {state.get('format')}, and this version reads {FORMAT}")
         return Stored(path, state, (path / TOKENIZER).read_text(encoding="utf-8"), from_dict(state["config"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: not a readable checkpoint: {error}") from error
 
 
 def locate(path: Path) -> Path:

@@ -8,29 +8,32 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import configs
 import ops
 from configs import Config, ConfigError, command_line, machine, rules
-from configs.command_line import Job
+from configs.command_line import Job, as_config_errors
 from configs.machine import Machine
 from configs.schema import NormImpl, Parallel, Precision
 from data import Corpus, identity
 from measure.environment import environment
+from measure.files import StorageError, relative
 from training import checkpoint, storage, tracking
 from training.distributed import ALONE, World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
+from training.precision import MixedPrecision, set_deterministic
 from training.run import Run, Start, Summary, open_run
-from training.step import MixedPrecision, set_deterministic
-from training.storage import StorageError, relative
 
 Train = Callable[[Config, Run, Machine, World], Summary]
+
+NO_FOLDER = "resume=auto goes on in the folder that the command names: add folder=runs/NAME (in a sweep that of the sweep)."
 
 
 # ---- train.py ----------------------------------------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ def job(train: Train, asked: Job, world: World) -> int:
     except (NonFiniteError, StorageError) as error:
         if world.leads:
             show(f"stopped: {error}", sys.stderr)
-            ErrorHandler().record_exception(error)
+            command_line.record_for_torchrun(error)
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
             raise SystemExit(1) from None
@@ -122,6 +125,7 @@ def job(train: Train, asked: Job, world: World) -> int:
     return 0
 
 
+@command_line.as_config_errors()
 def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> Start:
     """Finds where the run of a command begins. Writes nothing.
 
@@ -138,33 +142,30 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
         return Start(cfg, folder)
     auto, this = cfg.resume == "auto", f"resume={cfg.resume}"
     if auto and not chosen:
-        raise ConfigError(
-            "resume=auto goes on in the folder that the command names, and this one names none, so that each start would have "
-            "a new one. Add folder=runs/NAME (in a sweep it is the sweep's folder)."
-        )
+        raise ConfigError(NO_FOLDER)
     run = folder if auto else Path(cfg.resume)
     if run.name == storage.FOLDER:
         run = run.parent
-    try:
+    with as_config_errors(f"folder={folder}" if auto else this):
         kept, problems = storage.newest(run)
         if kept is None and auto:
             return _first_start(cfg, folder)
         found = kept or checkpoint.locate(run)
         if kept is None:
             storage.verify(found)
-    except (PermissionError, ValueError) as error:
-        raise ConfigError(f"{this}: {error}") from error
+        here = folder.exists() and folder.samefile(run)
     stored = checkpoint.read(found, verified=True)
     before = stored.cfg
     if not auto:  # an earlier command's resume_with_changes does not count for this one
         cfg = configs.from_dict(stored.state["config"] | {"resume_with_changes": False}, overrides)
+        rules.check_given(configs.given(overrides), [cfg])
     if cfg.train.precision is Precision.auto:  # another device would choose another dtype
         cfg.train.precision = before.train.precision
     finished = auto and Start(cfg, run, stored, in_place=True).finished
-    with command_line.as_config_errors():  # a finished run needs its text no more
+    with as_config_errors():  # a finished run needs its text no more
         same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
     changed = rules.check_resumed(before, cfg, same_corpus)
-    in_place = auto or (kept is not None and (folder.resolve() == run.resolve() if chosen else not changed))
+    in_place = auto or (kept is not None and (here if chosen else not changed))
     if in_place and not auto:
         cfg.resume = before.resume  # config.yaml says how the run began
     notes = [f"{problem}; the one before it is used." for problem in problems] + [f"{this}: goes on from {relative(found)}."]
@@ -173,9 +174,9 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     lacks_results = in_place and not start.finished and before.train.steps == steps
     if stored.step >= steps and not (finished or lacks_results):
         raise ConfigError(
-            f"{this}: {relative(found)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
-            f"  {storage.resume_command(run)} train.steps={2 * stored.step} resume_with_changes=true\n"
-            "The last word accepts other learning rates than the steps before had, where optim.schedule makes some."
+            f"{this}: {relative(found)} is at step {stored.step} of train.steps={steps}: nothing is left to train. Raise "
+            f"train.steps to train longer:\n  {storage.resume_command(run)} train.steps={2 * stored.step} "
+            "resume_with_changes=true\nIts last key is for a schedule whose rates depend on the number of steps."
         )
     return start
 
@@ -187,15 +188,16 @@ def _first_start(cfg: Config, folder: Path) -> Start:
             f"{relative(folder)} has a finished run whose checkpoints are gone, and a new one there would "
             "overwrite the rest of it. Choose another folder."
         )
-    started = (folder / "config.yaml").is_file()
+    started = storage.owner(folder) == storage.TRAIN
     note = "no checkpoint there yet; the run starts at its first step" if started else "no run there yet; a new one starts"
     return Start(cfg, folder, in_place=started, notes=[f"resume=auto: {relative(folder)}: {note}."])
 
 
 def facts(
-    origin: Start, precision: MixedPrecision, corpus: Corpus, sizes: dict[str, float], world: World = ALONE
+    origin: Start, precision: MixedPrecision, corpus: Corpus, sizes: dict[str, float], no_graph: str, world: World = ALONE
 ) -> dict[str, str]:
-    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
+    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`, and
+    `no_graph` is what `rules.why_no_graph` says."""
     cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     norm, ran = cfg.norm, ops.backend_for(device) if cfg.norm.impl is NormImpl.fused else cfg.norm.impl.meaning
@@ -206,6 +208,7 @@ def facts(
         + (f", {world.size} ranks" if world.store else "")
         + (", fsdp" if cfg.parallel is Parallel.fsdp else ""),
         "precision": str(precision) + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else ""),
+        "step": f"no CUDA graph: {no_graph}" if no_graph else "one CUDA graph, after the first steps",
         "norms": f"{norm.impl} {norm.kind}, {norm.placement}, weight {norm.weight}: {ran}",
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"
         + (f", with the weights of {cfg.init_from}" if cfg.init_from and not origin.stored else ""),
@@ -218,6 +221,22 @@ def facts(
 
 
 # ---- ablate.py and compare.py ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def place(cfg: Config, name: str, what: str) -> Iterator[Path]:
+    """The folder of the program `name`, locked: a new one, or with resume=auto that of an earlier process. `what` ends its name
+    where the command names none. Raises ConfigError: it can't be used."""
+    if cfg.resume not in ("never", "auto"):
+        goes_on = f"{name} goes on with folder={cfg.resume} resume=auto and the same arguments"
+        raise ConfigError(f"resume={cfg.resume}: {goes_on}. For the weights of a run: init_from=PATH.")
+    if (resumes := cfg.resume == "auto") and not cfg.folder:
+        raise ConfigError(NO_FOLDER)
+    wanted = Path(cfg.folder or f"runs/{command_line.now()}_{what}")
+    with storage.claim(wanted, name, resumes=resumes) as folder:
+        if folder != wanted:
+            show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
+        yield folder
 
 
 def program(

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configs import ConfigError
 from configs.machine import by_torchrun
+from measure.files import StorageError
 from training.sharding import is_sharded
-from training.storage import StorageError
 
 T = TypeVar("T")
 
@@ -82,9 +82,10 @@ class World:
 
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
+        if self.size == 1:
+            return number
         largest = torch.tensor(number)
-        if self.size > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
     def sum(self, tensor: Tensor) -> Tensor:

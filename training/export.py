@@ -22,13 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from configs import Config, ConfigError, keys, machine
+from configs.command_line import as_config_errors
 from configs.schema import Activation, ModelConfig, NormKind, Positions
 from data import Tokenizer
+from measure.files import StorageError, as_storage_errors, relative, replacing
 from model import GPT
 from model.gpt import embedding_rows
 from model.mlp import mlp_width
 from training import checkpoint, storage
-from training.storage import StorageError, relative
 
 GPT2, LLAMA = "gpt2", "llama"
 FORMATS = (GPT2, LLAMA)
@@ -244,7 +245,13 @@ def _load_layout(model: GPT, ours: Config, folder: Path) -> None:
         free.add("model.context")
     _refuse(differences(ours, described, size, free))
     tensors: dict[str, torch.Tensor] = {}
-    for file in folder.glob("model*.safetensors"):
+    files = list(folder.glob("model*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{folder} has no model*.safetensors. Other formats are not read, as a .bin can run code: save the model anew with "
+            "transformers' save_pretrained."
+        )
+    for file in files:
         tensors |= {name: tensor for name, tensor in load_file(file).items() if not NO_WEIGHTS.fullmatch(name)}
     if layout == GPT2:  # OpenAI's files on the Hub leave the prefix out
         tensors = {re.sub(r"^(?!transformer\.|lm_head\.)", "transformer.", name): of for name, of in tensors.items()}
@@ -279,7 +286,7 @@ def export(path: Path, layout: str, output: Path | None = None) -> Path:
     Args:
         path: a run (its newest checkpoint), or a checkpoint, such as RUN/best.
         layout: gpt2 or llama.
-        output: a new folder, or that of an earlier export; None: export_LAYOUT in the run, or beside the checkpoint.
+        output: a new or an empty folder; None: export_LAYOUT in the run, or beside the checkpoint.
 
     Raises:
         ConfigError: no checkpoint there, a model that the layout can't express, or a folder with other files.
@@ -291,8 +298,9 @@ def export(path: Path, layout: str, output: Path | None = None) -> Path:
         raise ConfigError(f"the layout {layout} can't hold the model of {path}:\n" + "\n".join(wrong))
     beside = stored.path.parent
     output = output or (beside.parent if beside.name == storage.FOLDER else beside) / f"export_{layout}"
-    if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
-        raise ConfigError(f"--output {output}: it has other files, such as those of a run. Name a new folder.")
+    with as_config_errors(f"--output {output}"):
+        if output.exists() and any(output.iterdir()):
+            raise ConfigError(f"--output {output}: it has files already. Name a new folder.")
     ours, vocab_size = stored.model(), tokenizer.vocab_size
     tensors: dict[str, torch.Tensor] = {}
     for entry in entries(layout, cfg.model, vocab_size):
@@ -305,12 +313,12 @@ def export(path: Path, layout: str, output: Path | None = None) -> Path:
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.model.context}
     if end is not None:
         described["eos_token"] = tokenizer.decode([end], skip_special=False)
-    with storage.as_storage_errors(output):
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "model.safetensors").write_bytes(checkpoint.serialize(tensors))
-        (output / "tokenizer.json").write_text(stored.tokenizer, encoding="utf-8")
+    with as_storage_errors(output), replacing(output.resolve()) as temporary:
+        temporary.mkdir()
+        (temporary / "model.safetensors").write_bytes(checkpoint.serialize(tensors))
+        (temporary / "tokenizer.json").write_text(stored.tokenizer, encoding="utf-8")
         for name, content in (("config", to_config(layout, cfg, vocab_size, end)), ("tokenizer_config", described)):
-            (output / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            (temporary / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return output
 
 

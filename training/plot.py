@@ -15,7 +15,9 @@ from typing import Any
 
 import configs
 from configs import ConfigError, keys
-from measure.plots import COLOURS, GREY, bare, finish, legend_below, look, pyplot, ticker
+from configs.command_line import as_config_errors
+from measure.files import StorageError
+from measure.plots import COLOURS, GREY, bare, finish, legend_below, look, may_replace, pyplot, ticker
 from training.storage import read_metrics
 
 NATS, BITS = "nats", "bits"
@@ -81,11 +83,12 @@ class Curve:
 
 def read_run(folder: Path) -> Curve:
     """A run by its folder. Raises ConfigError: no run there."""
-    for name in ("metrics.jsonl", "config.yaml"):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder}: no {name} there. Name folders of runs that have begun, such as runs/*.")
-    cfg = configs.read_yaml(folder / "config.yaml")
-    return Curve(folder, {name: attrgetter(name)(cfg) for name in keys.schema()}, read_metrics(folder))
+    with as_config_errors(str(folder)):
+        for name in ("metrics.jsonl", "config.yaml"):
+            if not (folder / name).is_file():
+                raise ConfigError(f"{folder}: no {name} there. Name folders of runs that have begun, such as runs/*.")
+        cfg = configs.read_yaml(folder / "config.yaml")
+        return Curve(folder, {name: attrgetter(name)(cfg) for name in keys.schema()}, read_metrics(folder))
 
 
 def names_of(curves: Sequence[Curve]) -> list[str]:
@@ -141,14 +144,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             curves.append(read_run(folder))
         except ConfigError as error:
             print(f"left out: {error}", file=sys.stderr)
+    output = options.output
     try:
         if not curves:
             raise ConfigError("none of these is a run.")
-        overlay(curves, options.output, options.unit, options.by)
-    except (OSError, ValueError) as error:  # it can't be written, or matplotlib does not know its suffix
+        with as_config_errors(f"--output {output}"):
+            if not may_replace(output):
+                raise ConfigError(f"--output {output}: is there already, and no picture of this program. Name a new file.")
+            overlay(curves, output, options.unit, options.by)
+    except (ConfigError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output}: {LABELS[options.unit]}, {len(curves)} run{'s' * (len(curves) > 1)}")
+    print(f"{output}: {LABELS[options.unit]}, {len(curves)} run{'s' * (len(curves) > 1)}")
     return 0
 
 

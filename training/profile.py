@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch.profiler import profile, schedule
 
-from training import storage
+from measure.files import as_storage_errors, relative, replace_text, replacing
 from training.run import Run
 
 WAIT, WARMUP, STEPS = 3, 1, 3  # steps without the profiler, steps that start it, profiled steps
@@ -25,11 +25,11 @@ def profiled(run: Run, steps: range) -> Iterator[int]:
 
     def keep(profiler: profile) -> None:
         trace = run.folder / "trace.json"
-        with storage.as_storage_errors(trace):
-            profiler.export_chrome_trace(str(trace))
+        with as_storage_errors(trace), replacing(trace) as temporary:
+            profiler.export_chrome_trace(str(temporary))
         table = profiler.key_averages().table(sort_by=timed, row_limit=30, max_name_column_width=80)
-        storage.replace_text(run.folder / "profile.txt", f"{STEPS} steps\n\n{table}\n")
-        run.say(f"trace.json and profile.txt of {STEPS} steps are in {storage.relative(run.folder)}")
+        replace_text(run.folder / "profile.txt", f"{STEPS} steps\n\n{table}\n")
+        run.say(f"trace.json and profile.txt of {STEPS} steps are in {relative(run.folder)}")
 
     plan = schedule(wait=0, warmup=WARMUP, active=STEPS, repeat=1, skip_first=WAIT)
     with profile(schedule=plan, on_trace_ready=keep) as profiler:

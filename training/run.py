@@ -16,14 +16,16 @@ from tqdm import tqdm
 
 import configs
 from configs import Config, ConfigError
+from configs.command_line import as_config_errors
 from data import Tokenizer
 from measure.environment import environment
+from measure.files import as_storage_errors, relative, replace_text
 from training import storage
 from training.checkpoint import Stored, Validation
 from training.distributed import ALONE, World
 from training.interrupt import Stopped, show
+from training.metrics import NonFiniteError
 from training.plot import loss_curve
-from training.storage import relative
 from training.tracking import Tracker, agent_job, described, with_defaults
 
 SHOWN_EVERY_S = 10.0
@@ -34,7 +36,7 @@ FIGURES = {  # of a line that is shown
     "val/bits_per_byte": "{:.4f} bits per byte",
     "train/lr": "lr {:.1e}",
     "perf/tokens_per_s": "{:,.0f} tokens/s",
-    "perf/step_ms": "{:.0f} ms/step",
+    "perf/step_ms": "{:.4g} ms/step",
     "perf/mfu": "MFU {:.1%}",
 }
 
@@ -73,7 +75,7 @@ class Summary:
         final, best, picture = self.final, self.best, self.folder / "loss.png"
         lines = {
             "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
-            "step time": f"{self.step_ms:.1f} ms (median)" if self.step_ms else "only warm-up steps were run",
+            "step time": f"{self.step_ms:.4g} ms (median)" if self.step_ms else "only warm-up steps were run",
             **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
             "more text": shlex.join(["python", "sample.py", relative(self.folder)]),
         }
@@ -122,7 +124,8 @@ class Run:
         identity = self.folder / "run.json"
         if not identity.is_file():
             self._keep("run.json", json.dumps({"wandb_id": secrets.token_hex(4), "group": self.group}) + "\n")
-        same = json.loads(identity.read_text(encoding="utf-8"))  # for every start of this run
+        with as_config_errors(f"{relative(identity)} can't be read, and W&B's run is not known without it"):
+            same = {"wandb_id": None, "group": None} | json.loads(identity.read_text(encoding="utf-8"))  # for every start
         self.tracker = Tracker(
             logging,
             self.folder,
@@ -155,7 +158,7 @@ class Run:
             return
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         path = self.folder / storage.METRICS
-        with storage.as_storage_errors(path, storage.advice(self.folder)), path.open("a", encoding="utf-8") as file:
+        with as_storage_errors(path, storage.advice(self.folder)), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(known, step)
@@ -196,7 +199,7 @@ class Run:
             finally:
                 self.tracker.finish(exit_code)
         elif self.leads and not self.origin.in_place:
-            for name in ("config.yaml", "environment.json", ".lock", "tokenizer.json"):
+            for name in ("config.yaml", "environment.json", ".lock", storage.MARK, "tokenizer.json"):
                 (self.folder / name).unlink(missing_ok=True)
             with suppress(OSError):
                 self.folder.rmdir()
@@ -207,7 +210,7 @@ class Run:
 
     def _keep(self, name: str, text: str) -> None:
         if self.leads:
-            storage.replace_text(self.folder / name, text)
+            replace_text(self.folder / name, text)
 
     def _rewind(self) -> None:
         """Takes the folder back to its checkpoint: deletes later lines of metrics, and results."""
@@ -235,13 +238,8 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
         ConfigError: the folder can't be written, or another process trains there.
     """
     with ExitStack() as held:
-
-        def take() -> Path:
-            folder = origin.folder if origin.in_place else storage.claim(origin.folder)
-            held.enter_context(storage.locked(folder))
-            return folder
-
-        folder = world.on_first(take)
+        resumes = origin.in_place or origin.cfg.resume == "auto"
+        folder = world.on_first(lambda: held.enter_context(storage.claim(origin.folder, storage.TRAIN, resumes=resumes)))
         run = Run(origin, folder, device, group, leads=world.leads)
         of_start = f"_from_{origin.step:08d}" if origin.in_place and origin.step else ""
         run._keep(f"environment{of_start}.json", json.dumps(environment(device), indent=2) + "\n")
@@ -255,8 +253,9 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
             yield run
         except BaseException as error:
             done = (folder / "summary.json").is_file()  # a signal in the last sample
-            if isinstance(error, Stopped) and not done and (kept := storage.checkpoints(folder)):
-                run.say(f"stopped after step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
+            if isinstance(error, Stopped | NonFiniteError) and not done and (kept := storage.checkpoints(folder)):
+                at = "stopped after" if isinstance(error, Stopped) else "the newest checkpoint is of"
+                run.say(f"{at} step {storage.step_of(kept[0])}; to go on: {storage.resume_command(folder)}")
             code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
             run.close(code if isinstance(code, int) else 1)
             raise

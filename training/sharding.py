@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from model import GPT
 from model.loss import TWO_PASSES
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 T = TypeVar("T")
 

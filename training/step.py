@@ -1,94 +1,150 @@
-"""What a training step uses: the dtype of its matrix products, random seeds, copies to the device."""
+"""One training step, for all programs: forward, backward, clip, optimizer step.
 
-import hashlib
-import os
-import struct
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+What changes from step to step is in tensors that stay where they are, and nothing waits for the device. So on a GPU the whole
+step can be one CUDA graph: the first steps of a run warm up, then the step is captured, and from then on replayed.
+"""
 
-import numpy as np
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from configs.machine import Machine
-from configs.schema import CUDA_GRAPHS, Precision, TrainConfig
+from configs import Config
+from configs.schema import CUDA_GRAPHS, TrainConfig
+from measure.timing import describe, free_memory
+from training.checkpoint import TrainState
+from training.distributed import ALONE, World, without_reduction
+from training.evaluation import Evaluation
+from training.graph import aside, captured, waits
+from training.inputs import Inputs
+from training.precision import MixedPrecision
+from training.sharding import full_tensor
 
-
-@dataclass(frozen=True)
-class MixedPrecision:
-    """Parameters and optimizer state are always fp32; matrix products run in `dtype`, whose name is `str` of this."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, wanted: Precision, machine: Machine) -> "MixedPrecision":
-        """What `wanted` means on this machine. auto: bf16 on a GPU that has it, else fp32."""
-        if wanted is Precision.auto:
-            wanted = Precision.bf16 if machine.device == "cuda" and machine.bf16 else Precision.fp32
-        dtype = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16, Precision.fp32: torch.float32}[wanted]
-        return cls(torch.device(machine.device), dtype)
-
-    def __str__(self) -> str:
-        return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
-
-    def autocast(self) -> AbstractContextManager:
-        if self.dtype is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
-
-    def scaler(self) -> torch.amp.GradScaler:
-        """Scales fp16 losses so that gradients do not underflow. For other dtypes it is disabled and changes nothing."""
-        return torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+WARM_UP = 3  # steps before the capture: kernels are compiled, and the optimizer makes its state in the first
+STEPS_TO_GRAPH = WARM_UP + 2  # after these, a step is as long as all that follow
 
 
-def set_deterministic(wanted: bool) -> None:
-    """If `wanted`, the same command on the same machine gives the same bits from here on.
+class TrainingStep:
+    """One update: the gradient of the mean loss over the batch of all ranks, summed over micro-batches, clipped, applied.
 
-    Our kernels, and PyTorch's on the CPU, do so without it. On a GPU the setting is for cuBLAS, for sums that scatter, and for
-    the backward pass of attention, whose blocks are summed in the order in which they finish. An operator that has no
-    deterministic version raises. It holds on one GPU only: NCCL, which sums over several, promises no order.
-    """
-    if wanted:  # cuBLAS reads it when it is first used; PyTorch refuses values that are not deterministic
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
-    torch.backends.cudnn.deterministic = wanted
-
-
-def seed_micro_batch(seed: int, step: int, micro_batch: int, rank: int, sites: int, device: torch.device) -> torch.Tensor:
-    """Seeds everything random in one forward pass, and returns the seeds of its dropout sites.
-
-    The seeds are a pure function of the arguments, so evaluation, logging and restarts can't shift them. Torch's own generators
-    are seeded too: dropout on attention weights and norm.dropout_masks=native draw from them.
+    `step(number)` makes it, eagerly or as a CUDA graph: the same operations, so the same numbers. `loss` (the mean, in nats per
+    token) and `grad_norm` (before clipping) are scalars on the device, the same on every rank, until the next step overwrites
+    them.
 
     Args:
-        sites: how many dropout sites the model has.
-        device: whose current generator is seeded besides the CPU's.
-
-    Returns:
-        int64 [sites] on the CPU, not negative: the same for every norm implementation.
+        forward: the model, compiled or not. With several ranks: what `World.replicate` returns.
+        record: called at the end of a step with its number, int64 [1], loss and gradient norm, all on the device. A graph
+            repeats what it launches, so it writes in place.
+        graph: on a GPU, capture the step after WARM_UP steps.
+        evaluation: captured with the step, in the same memory.
+        say: is told why a step can't be captured. It then goes on as it began.
     """
-    bits = hashlib.shake_128(struct.pack("<4q", seed, step, micro_batch, rank)).digest(8 * (sites + 1))
-    words = (np.frombuffer(bits, dtype="<u8") >> np.uint64(1)).astype(np.int64)
-    # torch.manual_seed would also store, at every step, a call and its stack trace for each kind of device that is not there.
-    torch.default_generator.manual_seed(int(words[0]))
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(int(words[0]))
-    return torch.from_numpy(words[1:].copy())
 
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        state: TrainState,
+        inputs: Inputs,
+        cfg: Config,
+        precision: MixedPrecision,
+        world: World = ALONE,
+        *,
+        record: Callable[[Tensor, Tensor, Tensor], object] = lambda *_: None,
+        graph: bool = False,
+        evaluation: Evaluation | None = None,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        self.forward, self.state, self.inputs = forward, state, inputs
+        self.cfg, self.precision, self.world = cfg, precision, world
+        self.record, self.graph, self.evaluation, self.say = record, graph, evaluation, say
+        self.loss = self.grad_norm = torch.tensor(math.nan)  # before the first step
+        self.parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+        self._keeps_gradients = cfg.train.accumulation > 1 and makes_cuda_graphs(cfg.train)
+        self._warm_ups = 0
+        # PyTorch captures on a stream that is not the default one, and warms up on the same
+        self._stream: Any = torch.cuda.Stream(precision.device) if graph else None
+        self._make: Callable[[], object] = self._warm_up if graph else self.update
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device. For CUDA it goes through pinned memory, so that the host does not wait for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    def __call__(self, number: int) -> None:
+        """Makes step `number`, counted from 0. Does not wait for a GPU."""
+        self.inputs.load(number)
+        self._make()
+
+    def update(self) -> None:
+        """The step that `inputs.load` has named."""
+        number, tokens, targets, seeds, rate = self.inputs.read()
+        pieces, state = self.cfg.train.accumulation, self.state
+        if self._keeps_gradients:
+            allocate_gradients(state.model)
+        total = torch.zeros((), device=self.precision.device)
+        for piece, (x, y) in enumerate(zip(tokens.chunk(pieces), targets.chunk(pieces), strict=True)):
+            last = piece == pieces - 1
+            with nullcontext() if last else without_reduction(self.forward):
+                with self.precision.autocast():
+                    loss = self.forward(x, y, seeds=seeds[piece])
+                loss = loss / pieces  # micro-batches are equal, so the mean of their means is the batch's
+                state.scaler.scale(loss).backward()
+            total += loss.detach()
+
+        for group in state.optimizer.param_groups:
+            group["lr"] = rate
+        state.scaler.unscale_(state.optimizer)
+        clip_norm = self.cfg.optim.clip_norm or math.inf
+        self.grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, clip_norm)).detach()
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        self.loss = self.world.sum(total) / self.world.size
+        self.record(number, self.loss, self.grad_norm)
+
+    def _warm_up(self) -> None:
+        """One of the first steps, or the capture and the first replay."""
+        with aside(self._stream):
+            if self._warm_ups == WARM_UP:
+                self._capture()
+            else:
+                self._warm_ups += 1
+                with waits() if self._warm_ups == WARM_UP else nullcontext(()) as found:
+                    self.update()
+                if found:
+                    self._give_up(f"it waits for the device in {', '.join(dict.fromkeys(found))}")
+                return
+        self._make()
+
+    def _capture(self) -> None:
+        """Raises torch.OutOfMemoryError: the step does not fit, with a graph or without."""
+        if self.evaluation is not None:
+            self.evaluation.warm_up()  # in memory of the steps before, which goes now: graphs have their own
+        free_memory(self.precision.device)
+        for group in self.state.optimizer.param_groups:
+            group["capturable"] = True  # PyTorch's optimizers refuse a capture without it; what they compute is the same
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            self._make = captured(self.update, pool)
+            if self.evaluation is not None:
+                self.evaluation.capture(pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._give_up(describe(error))
+
+    def _give_up(self, why: str) -> None:
+        self._make, self.graph = self.update, False
+        self.state.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        self.say(f"No CUDA graph of the step: {why}. It goes on without; train.graph=false leaves the attempt out.")
 
 
 def makes_cuda_graphs(train: TrainConfig) -> bool:
+    """Of forward and backward, by torch.compile."""
     return train.compile and train.compile_mode in CUDA_GRAPHS
 
 
 def allocate_gradients(model: nn.Module) -> None:
-    """Zeros where there is no gradient, for backward to add to. A CUDA graph returns each gradient in memory of its own, and
-    the next micro-batch overwrites what is still there."""
+    """Zeros where there is no gradient, for backward to add to. A CUDA graph of torch.compile returns each gradient in memory
+    of its own, and the next micro-batch overwrites what is still there."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

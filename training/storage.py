@@ -1,15 +1,13 @@
-"""Checkpoints and small files of a run, each written whole or not at all, and the folder that keeps them.
+"""Checkpoints of a run, each written whole or not at all, its metrics, and the folder that a program keeps its files in.
 
     runs/NAME/checkpoints/step_00000200/    model.safetensors, training.safetensors, state.json, tokenizer.json, SHA256SUMS
 
-What is written has a temporary name until it is on the disk: after a crash at any moment all of it is there or nothing. A run
-goes on from its newest checkpoint whose files have their sums. SHA256SUMS has the format of `sha256sum --check`.
+A run goes on from its newest checkpoint whose files have their sums. SHA256SUMS has the format of `sha256sum --check`.
 """
 
 import json
-import os
+import math
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -19,24 +17,15 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from configs import ConfigError, machine
+from configs import ConfigError
+from configs.command_line import as_config_errors
 from configs.compose import as_typed
 from data.cache import SUMS, verify
+from measure.files import as_storage_errors, discard, relative, replacing, sync
 
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
-
-
-class StorageError(RuntimeError):
-    """A file of a run can't be written, for example on a full disk. The message says where and why."""
-
-
-@contextmanager
-def as_storage_errors(path: Path, advice: str = "Make room or choose another folder.") -> Iterator[None]:
-    """Turns an OSError of the block, which writes to `path`, into a StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{relative(path)} can't be written: {error.strerror or error}. {advice}") from error
+MARK = ".program"  # in each folder that a program has claimed: its name
+TRAIN = "train.py"
 
 
 def advice(run: Path) -> str:
@@ -49,12 +38,6 @@ def advice(run: Path) -> str:
 def resume_command(run: Path) -> str:
     """The command that resumes a run."""
     return f"python train.py {as_typed('resume', relative(run))}"
-
-
-def relative(path: Path) -> str:
-    """The path, relative to the current folder if it is inside it."""
-    short = os.path.relpath(path)
-    return str(path) if short.startswith("..") else short
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------------------
@@ -72,27 +55,23 @@ def commit(
         StorageError: it can't be written. Other checkpoints do not change.
     """
     folder = run / FOLDER
-    final, temporary = folder / name(step), folder / f".{name(step)}.tmp"
+    final = folder / name(step)
     with as_storage_errors(final, advice(run)):
-        try:
-            if (run / METRICS).is_file():
-                sync(run / METRICS)  # so that a checkpoint is never newer than the lines of metrics
-            temporary.mkdir(parents=True, exist_ok=True)  # a killed process may have left it
+        if (run / METRICS).is_file():
+            sync(run / METRICS)  # so that a checkpoint is never newer than the lines of metrics
+        with replacing(final) as temporary:
+            temporary.mkdir()
             sums = ""
             for part, make in parts.items():
                 sums += f"{_write(temporary / part, make())}  {part}\n"
             _write(temporary / SUMS, sums.encode())
-            sync(temporary)
-            temporary.rename(final)
-        finally:
-            _discard(temporary)  # there if it failed
-        for changed in (folder, run, run.parent):  # the first checkpoint is in a new folder, and the run may be
+        for changed in (run, run.parent):  # the first checkpoint is in a new folder, and the run may be
             sync(changed)
         for old in checkpoints(run)[keep:] if keep else ():
             if step_of(old) != best:  # renamed first: a folder that is deleted in part must not look like a checkpoint
                 old.rename(old.with_name(f".{old.name}.tmp"))
     for trash in folder.glob(".step_*.tmp"):  # also of killed processes
-        _discard(trash)
+        discard(trash)
     return final
 
 
@@ -133,27 +112,8 @@ def set_aside(run: Path, after: int) -> None:
     for checkpoint in checkpoints(run):
         if step_of(checkpoint) > after:
             aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
-            _discard(aside)
+            discard(aside)
             checkpoint.rename(aside)
-
-
-def _discard(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-# ---- files -------------------------------------------------------------------------------------------------------------------
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replaces a small file in one step."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with as_storage_errors(path):
-        try:
-            _write(temporary, text.encode())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)  # there if it failed
-        sync(path.parent)
 
 
 def _write(path: Path, content: bytes) -> str:
@@ -163,22 +123,17 @@ def _write(path: Path, content: bytes) -> str:
     return sha256(content).hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Returns once a file, or the list of names in a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+# ---- metrics -----------------------------------------------------------------------------------------------------------------
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl: `step`, and figures by name. Lines that a crash has damaged are left out."""
+    """The lines of a run's metrics.jsonl: `step`, and figures by name, all of them finite. Other lines, such as those that a
+    crash has damaged, are left out."""
     lines, path = [], run / METRICS
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
+        with suppress(ValueError, TypeError, OverflowError):
             record = json.loads(line)
-            if isinstance(record, dict) and "step" in record:
+            if isinstance(record, dict) and "step" in record and all(map(math.isfinite, record.values())):
                 lines.append(record)
     return lines
 
@@ -186,46 +141,47 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 # ---- folders -----------------------------------------------------------------------------------------------------------------
 
 
-def claim(folder: Path) -> Path:
-    """Makes a folder for one run, with an empty config.yaml. A number is appended to its name if another run has it.
+@contextmanager
+def claim(folder: Path, program: str, *, resumes: bool = False) -> Iterator[Path]:
+    """Takes a folder that is new or empty for the files of `program`, such as "compare.py", and locks it until the block or
+    the process ends. With `resumes` it may be one that `program` has. Else its name gets a number if a program has it.
 
     Raises:
-        ConfigError: the folder can't be made or written, or would have other files than those of a run.
+        ConfigError: the folder can't be made or written, has files that are not of `program`, or is locked.
     """
-    own = (Path.cwd(), machine.expanded("~"))
-    if any(place.is_relative_to(folder.resolve()) for place in own) or any(folder.glob("*/config.yaml")):
-        raise ConfigError(f"folder={folder}: the run's files would lie among others there. Name a new one: folder=runs/NAME.")
-    try:
-        for number in count(1):
-            candidate = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
-            candidate.mkdir(parents=True, exist_ok=True)
-            if not checkpoints(candidate):  # else they were copied without their run
-                with suppress(FileExistsError):  # mode x: one process alone makes the file
-                    (candidate / "config.yaml").open("x").close()
-                    return candidate
-    except OSError as error:
-        raise ConfigError(f"{relative(folder)}: {error.strerror}. Choose another folder with folder=PATH.") from error
+    with as_config_errors(f"folder={folder}"):
+        taken = _take(folder, program, resumes)
+        try:
+            lock = FileLock(taken / ".lock", timeout=0).acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{relative(taken)}: another process is at work there. Wait for it or stop it. If there is none, as on a file "
+                "system without locks after a kill, delete the file .lock there."
+            ) from None
+    with lock:
+        yield taken
+
+
+def _take(folder: Path, program: str, resumes: bool) -> Path:
+    named = folder if folder.name.strip(".") else folder.resolve()  # a number can't be appended to `.`
+    for number in count(1):
+        candidate = folder if number == 1 else named.with_name(f"{named.name}_{number}")
+        candidate.mkdir(parents=True, exist_ok=True)
+        if not any(candidate.iterdir()):
+            with suppress(FileExistsError), (candidate / MARK).open("x") as mark:  # x: one process alone makes the file
+                mark.write(program)
+                return candidate
+        its = owner(candidate)
+        if resumes and its in (program, ""):
+            return candidate
+        if resumes or its is None:
+            whose = f"files of {its}" if its else "other files"
+            raise ConfigError(f"folder={candidate}: it has {whose}. Name a new folder, such as folder=runs/NAME.")
     raise AssertionError("the numbers have no end")
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder for this process. The lock ends with the process, however that ends.
-
-    Raises:
-        ConfigError: another process has it, or the folder can't be written.
-    """
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(
-            f"{relative(folder)}: another process is training there. Wait for it or stop it. If there is none, as on a file "
-            "system without locks after a kill, delete the file .lock there."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{relative(folder)}: a run can't be kept there: {error.strerror}.") from error
-    try:
-        yield
-    finally:
-        lock.release()
+def owner(folder: Path) -> str | None:
+    """The program that has this folder; "" if it was killed as it took it, None if none has."""
+    if (folder / MARK).is_file():
+        return (folder / MARK).read_text(encoding="utf-8")
+    return TRAIN if checkpoints(folder) else None  # which were copied without the rest, or are of an older version

@@ -37,7 +37,9 @@ class FusedCausalLoss:
                 raise ValueError("fused loss: labels is None, and so is shift_labels; give one of them")
             # Shifting the labels leaves the logits in one piece.
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.to(logits.device)
+        targets, rows = shift_labels.to(logits.device), logits.shape[:-1]
+        if targets.numel() == rows.numel():  # of any shape, as in transformers
+            targets = targets.reshape(rows)
         if num_items_in_batch is None:
             return cross_entropy_fn(logits, targets, ignore_index=ignore_index, in_place=self.in_place)
         total = cross_entropy_fn(logits, targets, ignore_index=ignore_index, reduction="sum", in_place=self.in_place)

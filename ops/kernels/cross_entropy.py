@@ -96,7 +96,7 @@ def cross_entropy_kernel(p, stride, out_stride, ignore_index, softcap, z_loss, s
     lse = m + log_s
     loss = log_s + (m - xt)  # the large terms first: their difference has no rounding error
     if HOW.SMOOTHING:
-        loss += smoothing * (xt - tl.sum(b_total, 0) / HOW.V)
+        loss = log_s + (1.0 - smoothing) * (m - xt) + smoothing * (m - tl.sum(b_total, 0) / HOW.V)
     loss += z_loss * lse * lse
     tl.store(p.loss + row, tl.where(counts, loss, 0.0))
     if p.stats is not None:
@@ -197,7 +197,8 @@ def scale_kernel(p, stride, M, V, BLOCK: tl.constexpr):
             o = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
             p_block = p.gradient + tl.full([], row, tl.int64) * stride + o
             b = tl.load(p_block, mask=o < V, other=0.0).to(tl.float32)
-            tl.store(p_block, (b * factor).to(p_block.dtype.element_ty), mask=o < V)
+            b = tl.where(b == 0.0, 0.0, b * factor)  # a row that does not count has no gradient, whatever the factor is
+            tl.store(p_block, b.to(p_block.dtype.element_ty), mask=o < V)
 
 
 # ---- where blocks lie --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ NONE = tl.constexpr(Norm.none.value)
 @triton.constexpr_function
 def centres(NORM):
     """Whether the norm subtracts the mean of a row."""
-    return Norm(NORM).centres
+    return Norm(NORM).statistics == 2
 
 
 @triton.constexpr_function
@@ -63,6 +63,7 @@ def spread(b_deviation, NORM: tl.constexpr):
 @triton.jit
 def inverse(b_spread, N, eps, NORM: tl.constexpr):
     """rstd, fp32 [ROWS], from the sum of `spread` over the N columns."""
+    tl.static_assert(NORM == LAYERNORM or NORM == RMSNORM, "unknown norm")
     return tl.rsqrt(b_spread * (1.0 / N) + eps)
 
 
@@ -88,6 +89,7 @@ def normalised(b, b_mean, b_rstd, NORM: tl.constexpr):
     elif NORM == DERF:
         b_xhat = tl.erf(b * b_rstd[:, None] + b_mean[:, None])
     else:
+        tl.static_assert(NORM == LAYERNORM or NORM == RMSNORM, "unknown norm")
         b_xhat = deviation(b, b_mean, NORM) * b_rstd[:, None]
     return b_xhat
 

@@ -4,8 +4,8 @@
     softmax      y = exp(z − m) / s            dz = y (dy − Σ_j y_j dy_j)
     log-softmax  y = z − m − log s             dz = dy − exp(y) Σ_j dy_j            dx = scale · dz
 
-A boolean mask is 0 where true, and −∞ where false. Rows lie in registers as `rows` describes; of rows that are too wide
-the first block does, and the rest is read twice.
+A boolean mask is 0 where true, and −∞ where false, where x has no gradient. Rows lie in registers as `rows` describes; of
+rows that are too wide the first block does, and the rest is read twice.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ class SoftmaxVariant(Constants):
     BLOCK_N: int  # columns in a block, a power of two
     VECTOR: int  # neighbouring columns in a thread
     LOOPED: bool = False  # all blocks but the first are read twice
-    HIDES: bool = False  # backward of a boolean mask: x has no gradient where y is -inf
     MASK_COLS: int = 1  # from a column of the mask to the next: 0 where one value is for the whole row
     PREFETCH: bool = False
     SLICES: int = 1  # of `rows`: no program shares a row
@@ -43,10 +42,9 @@ class Pointers(NamedTuple):
 
 
 class BackwardPointers(NamedTuple):
-    """[M, N]"""
-
     y: Any
     dy: Any
+    mask: Any  # the boolean one, if there was one
     dx: Any
 
 
@@ -113,10 +111,7 @@ def scores(p_x, p_mask, mask_rows, scale, at, VARIANT: tl.constexpr):
     for i in tl.static_range(len(b_x)):
         b = b_x[i] * scale
         if p_mask is not None:
-            r = mask_rows
-            o_row = at.rows // (r.n1 * r.n2) * r.s0 + at.rows // r.n2 % r.n1 * r.s1 + at.rows % r.n2 * r.s2
-            cols = block_cols(i, at, VARIANT) * VARIANT.MASK_COLS
-            b_mask = tl.load(p_mask + o_row[:, None] + cols[None, :], mask=block_mask(i, at, VARIANT), other=0)
+            b_mask = load_mask(p_mask, mask_rows, i, at, VARIANT)
             if p_mask.dtype.element_ty.primitive_bitwidth <= 8:
                 b = tl.where(b_mask != 0, b, -INF)
             else:
@@ -127,8 +122,16 @@ def scores(p_x, p_mask, mask_rows, scale, at, VARIANT: tl.constexpr):
     return b_z
 
 
+@triton.jit
+def load_mask(p_mask, r, i: tl.constexpr, at, VARIANT: tl.constexpr):
+    """Block i. r: MaskRows."""
+    o_row = at.rows // (r.n1 * r.n2) * r.s0 + at.rows // r.n2 % r.n1 * r.s1 + at.rows % r.n2 * r.s2
+    cols = block_cols(i, at, VARIANT) * VARIANT.MASK_COLS
+    return tl.load(p_mask + o_row[:, None] + cols[None, :], mask=block_mask(i, at, VARIANT), other=0)
+
+
 @triton.jit(do_not_specialize=["M", "scale", "distance"])
-def softmax_backward_kernel(p, M, scale, distance, VARIANT: tl.constexpr):
+def softmax_backward_kernel(p, mask_rows, M, scale, distance, VARIANT: tl.constexpr):
     """A program for each tile of VARIANT.ROWS rows."""
     tile = tl.program_id(0)
     if VARIANT.PREFETCH:
@@ -149,13 +152,13 @@ def softmax_backward_kernel(p, M, scale, distance, VARIANT: tl.constexpr):
     else:
         s = row_sum(b_terms)
     for i in tl.static_range(blocks(VARIANT)):
-        b_dx = input_gradient(b_y[i], b_dy[i], s, scale, VARIANT)
+        b_dx = input_gradient(b_y[i], b_dy[i], s, scale, p.mask, mask_rows, i, at, VARIANT)
         tl.store(p.dx + offsets(i, at, VARIANT), b_dx.to(p.dx.dtype.element_ty), mask=block_mask(i, at, VARIANT))
     if VARIANT.LOOPED:
         for first_col in tl.range(VARIANT.BLOCK_N, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
             b_y_rest, b_dy_rest = load_narrow(p.y, here, VARIANT)[0], load_narrow(p.dy, here, VARIANT)[0]
-            b_dx = input_gradient(b_y_rest, b_dy_rest, s, scale, VARIANT)
+            b_dx = input_gradient(b_y_rest, b_dy_rest, s, scale, p.mask, mask_rows, 0, here, VARIANT)
             tl.store(p.dx + offsets(0, here, VARIANT), b_dx.to(p.dx.dtype.element_ty), mask=block_mask(0, here, VARIANT))
 
 
@@ -179,12 +182,12 @@ def term(b_y, b_dy, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def input_gradient(b_y, b_dy, s, scale, VARIANT: tl.constexpr):
+def input_gradient(b_y, b_dy, s, scale, p_mask, mask_rows, i: tl.constexpr, at, VARIANT: tl.constexpr):
     b_y, b_dy = widen(b_y), widen(b_dy)
     if VARIANT.LOG:
         b = b_dy - tl.exp2(b_y * LOG2E) * s[:, None]
-        if VARIANT.HIDES:
-            b = tl.where(b_y == -INF, 0.0, b)
     else:
         b = b_y * (b_dy - s[:, None])
+    if p_mask is not None:  # y does not tell: it is NaN in a row that is hidden throughout, and -inf in fp16 soon
+        b = tl.where(load_mask(p_mask, mask_rows, i, at, VARIANT) != 0, b, 0.0)
     return b * scale

@@ -1,7 +1,6 @@
 """Arms: they differ in what runs at their norm sites alone, and are timed on the same batches in each other's places."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -16,19 +15,21 @@ import configs
 from ablation import timing
 from ablation.arms import Snapshot, build_arm, check_same, move, places_of
 from configs.machine import Machine
+from data import Batches
 from measure.clock import StepClock
 from measure.comparison import AGAIN, FUSED, TORCH, compare_all, is_different
 from model.attention import QueryKeySite
 from model.norm import NormSite
 from tests.runs import precision
+from training.inputs import Inputs
+from training.step import TrainingStep
 
 SMALL = ["model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "train.batch_size=2", "device=cpu"]
 SHORT = ["model.layers=1", "model.dropout=0", "ablate.cycles=6", "ablate.block_steps=2", "ablate.warmup_steps=1"]
 ARMS = (TORCH, AGAIN, FUSED)
 FP32, CPU = precision(torch.float32), torch.device("cpu")
-TOKENS = torch.randint(64, (30, 2, 17), generator=torch.Generator().manual_seed(0))
 TOKENIZER = SimpleNamespace(vocab_size=64)
-BATCHES = [(tokens[:, :-1], tokens[:, 1:]) for tokens in TOKENS]
+BATCHES = Batches(np.random.default_rng(0).integers(64, size=2000), context=16, batch_size=2, seed=0)
 
 
 def load(*overrides):
@@ -36,7 +37,7 @@ def load(*overrides):
 
 
 def built(cfg, settled=FP32, names=(TORCH, FUSED)):
-    return {name: build_arm(name, cfg, settled, TOKENIZER) for name in names}
+    return {name: build_arm(name, cfg, settled, TOKENIZER, BATCHES) for name in names}
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def arms():
 
 
 def take(arm, first, steps=1):
-    timing.run(arm, BATCHES, range(first, first + steps), StepClock(CPU))
+    timing.run(arm, range(first, first + steps), StepClock(CPU))
 
 
 def weights(arm):
@@ -115,12 +116,12 @@ def test_other_weights_buffers_and_optimizer_groups_are_found(spoil, said):
 def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exchange_places_between(arms, monkeypatch):
     runs, kept, real = [], [], timing.run  # of each run: arm, first step, number of steps, weights, and where they lie
 
-    def run(arm, batches, steps, clock):
+    def run(arm, steps, clock):
         runs.append((arm.name, steps.start, len(steps), weights(arm), next(arm.state.model.parameters()).data_ptr()))
-        return real(arm, batches, steps, clock)
+        return real(arm, steps, clock)
 
     monkeypatch.setattr(timing, "run", run)
-    found, failed = timing.time_arms(arms, BATCHES, keep=kept.append)
+    found, failed = timing.time_arms(arms, keep=kept.append)
     blocks = [run for run in runs if run[2] == 1 + 2]
     assert [start for _, start, *_ in blocks] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]
     assert Counter(name for name, *_ in blocks) == dict.fromkeys(ARMS, 14)
@@ -135,15 +136,16 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
     assert of_torch[::2] == of_torch[1::2] and set(Counter(of_torch[2:]).values()) == {4}, "of six cycles two in each place"
     arms[TORCH].cfg.train.compile, arms[TORCH].cfg.train.compile_mode = True, "reduce-overhead"  # CUDA graphs: places stay
     runs.clear()
-    timing.time_arms(arms, BATCHES)
+    timing.time_arms(arms)
     assert len({run[4] for run in runs if run[0] == TORCH}) == 1
 
 
 def test_arms_that_exchanged_places_compute_the_same_bits_from_a_snapshot_and_none_is_compiled_again(arms):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    listed = [replace(arm, forward=torch.compile(arm.state.model, backend="eager")) for arm in arms.values()]
+    listed = list(arms.values())
     for arm in listed:
+        arm.update.forward = torch.compile(arm.state.model, backend="eager")
         take(arm, 0, steps=2)  # with an optimizer's state
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     before, places, start = [addresses(arm) for arm in listed], places_of(listed), Snapshot(listed[0])
@@ -164,11 +166,10 @@ def clocked(monkeypatch):
     """A function: makes a step of an arm take as many seconds of a clock of our own as the function that it is given says."""
 
     def replace_steps(seconds_of):
-        def training_step(forward, state, *_):
-            gpu.clock += seconds_of(state)
-            return torch.zeros(()), None
+        def step(self, number):
+            gpu.clock += seconds_of(self.state)
 
-        monkeypatch.setattr("ablation.arms.training_step", training_step)
+        monkeypatch.setattr(TrainingStep, "__call__", step)
         monkeypatch.setattr(timing, "StepClock", partial(StepClock, now=lambda: gpu.clock))
         return gpu
 
@@ -180,14 +181,16 @@ def test_the_step_that_fills_an_empty_queue_is_not_counted_nor_is_drawing_a_batc
     """After each restored state a step takes three seconds, later ones 30 ms; drawing a batch takes a minute."""
     empty = []
 
-    class Slow(list):
-        def __getitem__(self, step):
-            gpu.clock += 60.0
-            return super().__getitem__(step)
+    fill = Inputs._fill
 
+    def slow(self, steps):
+        gpu.clock += 60.0
+        fill(self, steps)
+
+    monkeypatch.setattr(Inputs, "_fill", slow)
     gpu = clocked(lambda _: 3.0 if empty and empty.pop() else 0.03)
     monkeypatch.setattr(timing.Snapshot, "restore", lambda *_: empty.append(True))
-    for arm in timing.time_arms(arms, Slow(BATCHES))[0].values():
+    for arm in timing.time_arms(arms)[0].values():
         assert [ms for block in arm.blocks_ms for ms in block] == pytest.approx([30.0] * 24)
 
 
@@ -205,7 +208,7 @@ def test_a_slow_down_of_3_percent_that_is_planted_in_one_arm_is_found_and_none_i
         return 0.05 * slow * (1 + 1e-5 * next(steps)) * (1 + draw.gamma(2, 0.01))
 
     clocked(seconds)
-    times, _ = timing.time_arms(arms, BATCHES * 4)
+    times, _ = timing.time_arms(arms)
     pairs = compare_all({name: of.blocks_ms for name, of in times.items()})
     control = pairs[TORCH][AGAIN]
     for base in (TORCH, "compiled"):
@@ -215,11 +218,11 @@ def test_a_slow_down_of_3_percent_that_is_planted_in_one_arm_is_found_and_none_i
 
 
 def test_an_arm_that_may_fail_is_left_out_with_its_reason_and_another_one_ends_the_ablation(arms):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("no kernel for this width")
 
-    arms[FUSED].other = fails
-    times, failed = timing.time_arms(arms, BATCHES, may_fail={FUSED})
+    arms[FUSED].update.forward = fails
+    times, failed = timing.time_arms(arms, may_fail={FUSED})
     assert list(times) == [TORCH, AGAIN] and failed == {FUSED: "RuntimeError: no kernel for this width"}
     with pytest.raises(RuntimeError, match="no kernel"):
-        timing.time_arms(arms, BATCHES)
+        timing.time_arms(arms)

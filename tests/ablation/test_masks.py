@@ -6,7 +6,7 @@ import torch
 from ablation import masks as checked
 from ablation.arms import build_arm
 from ablation.masks import check_masks, judge_masks
-from tests.ablation.test_arms import FP32, TOKENIZER, load
+from tests.ablation.test_arms import BATCHES, FP32, TOKENIZER, load
 
 N = 1 << 18
 
@@ -39,7 +39,7 @@ def test_the_arms_own_masks_pass_and_shared_ones_and_none_are_not_looked_at(monk
     monkeypatch.setattr(checked, "ELEMENTS", 1 << 16)
 
     def found(name, *options):
-        return check_masks(build_arm(name, load(*options), FP32, TOKENIZER), compiled=False)
+        return check_masks(build_arm(name, load(*options), FP32, TOKENIZER, BATCHES), compiled=False)
 
     for name in ("torch", "fused"):
         for options in ([], ["model.residual_dtype=compute", "norm.kind=rmsnorm"]):

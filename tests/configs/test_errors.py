@@ -20,8 +20,9 @@ model=gtp2                      model=gtp2: no such option. Did you mean gpt2? O
 optim={lr: 1}                   optim: several keys; set one of them: optim.kind, optim.lr,
 folder=~/runs                   quotes for Hydra within quotes for the shell: 'folder="~/runs"'
 norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch, compiled, flash_attn
-folder=2024_01_05               folder=2024_01_05: is text, which needs quotes here, as in 'folder="TEXT"'.
-init_from=None                  init_from=None: is text, which needs quotes here, as in 'init_from="TEXT"'. null is no text.
+folder=2024_01_05               or None needs quotes, as in 'folder="TEXT"'.
+init_from=None                  needs quotes, as in 'init_from="TEXT"'. null is no text.
+resume=true                     resume=true: takes text (never; auto: go on with the run in `folder`; PATH:
 model=null                      Config group override must be a string or a list.
 data.files=a.txt                data.files: Invalid value assigned: str is not a ListConfig, list or tuple. Write a list as
 sample.prompt=${HOME}           sample.prompt: Interpolation key 'HOME' not found.
@@ -34,15 +35,12 @@ train.batch_size=10 train.accumulation=4                      train.batch_size=1
 norm.placement=inside model.block=parallel                    norm.placement=inside is for sequential blocks.
 model.residual_scale=deepnorm   model.residual_scale=deepnorm is for norms after the add; here norm.placement=pre.
 norm.kind=derf model.qk_norm=true                             model.qk_norm=true has no derf for queries and keys.
-norm.alpha=1                    norm.alpha is read only with norm.kind=dyt or derf; here norm.kind=layernorm.
-model.qk_norm_kind=rmsnorm      model.qk_norm_kind is read only with model.qk_norm=true; here model.qk_norm=false.
 norm.impl=liger norm.kind=dyt   norm.impl=liger has no norm.kind=dyt here, but norm.kind=layernorm or rmsnorm.
 model.dropout=1                 model.dropout=1.0: must be at least 0 and below 1.
 tokenizer.vocab_size=5          tokenizer.vocab_size=5: must be at least 257.
 optim.warmup_steps=20 train.steps=10                          optim.warmup_steps=20 is more than train.steps=10
 optim.min_lr=1                  optim.min_lr=1 is more than optim.lr=0.001
 train.compile_mode=fast         Use default, reduce-overhead,
-train.compile_mode=max-autotune-no-cudagraphs     needs train.compile=true (for ablate.py ablate.compile=true)
 train.compile=true train.compile_mode=max-autotune deterministic=true    Use one of them.
 train.compile=true train.compile_mode=reduce-overhead                a single process on a CUDA device. Use another mode.
 optim.lr=nan                    optim.lr=nan: must be finite.
@@ -55,7 +53,7 @@ GRAPHS = "train.compile=true train.compile_mode=reduce-overhead"
 MACHINES = [
     ("", Machine("mps"), "needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."),
     ("train.precision=bf16", Machine("cuda", bf16=False), "Use train.precision=fp16 or fp32."),
-    (f"{GRAPHS} parallel=fsdp", Machine("cuda", by_torchrun=True), "has no effect with parallel=fsdp"),
+    (GRAPHS, Machine("cuda", ranks=2, by_torchrun=True), "for a single process on a CUDA device"),
     ("train.batch_size=6", Machine("cpu", ranks=4), "by train.accumulation=1 × 4 ranks."),
 ]
 

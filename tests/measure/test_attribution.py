@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ablation.arms import build_arm
 from configs.schema import LossImpl, NormKind
+from data import Batches
 from measure import attribution
 from measure.attribution import LOSS_SITE, NORM_SITE, Kernel, Launch, gpu_launches, group_of, shares, summed
 from model.loss import cross_entropy
@@ -74,11 +75,12 @@ def operators():
     """A function: the CPU operators of a training step, as if each was a GPU kernel."""
 
     def of(cfg, dtype):
-        arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY))
-        batch = tuple(torch.randint(VOCABULARY, (2, 2, cfg.model.context)))
-        arm.step(batch, 0)
+        tokens = torch.randint(VOCABULARY, (9 * cfg.model.context,)).numpy()
+        batches = Batches(tokens, context=cfg.model.context, batch_size=2, seed=0)
+        arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY), batches)
+        arm.step(0)
         with attribution.marked_sites(arm.state.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
-            arm.step(batch, 1)
+            arm.step(1)
         assert not any("forward" in vars(module) for module in arm.state.model.modules()), "the marks are gone"
         assert attribution.losses.cross_entropy is cross_entropy, "the mark of the loss too"
         events = [e for e in profiler.events() if e.device_type == DeviceType.CPU and not e.is_async]

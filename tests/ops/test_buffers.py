@@ -83,6 +83,26 @@ def test_out_may_be_x_itself(way, device):
     assert torch.equal(out, expected) and torch.equal(buffer, x)
 
 
+@pytest.mark.parametrize("n", [16, 70_000])  # rows that are held, and rows that are read twice
+def test_buffers_may_be_whole_inputs_and_overlap_nothing_else(n, way, device):
+    def call(memory, out, residual_out=None):
+        rows = {name: memory[2 * i : 2 * i + 2] for i, name in enumerate(("x", "residual", "x1"))}
+        buffers = {name: memory[at : at + 2] for name, at in (("out", out), ("residual_out", residual_out)) if at is not None}
+        return layer_norm_fn(weight=memory[9], bias=None, prenorm=True, **rows, **buffers)
+
+    memory = torch.randn(12, n, device=device)
+    expected = call(memory.clone(), 10, 7)
+    for places in ((0, 2), (2, 0), (4, 2), (7, 0)):
+        assert all(map(torch.equal, call(memory.clone(), *places), expected))
+    for wrong, message in (
+        ((6, 7), "out and residual_out overlap"),
+        ((1,), "out overlaps x"),
+        ((6, 8), "residual_out overlaps weight"),
+    ):
+        with pytest.raises(ValueError, match=f"layer_norm_fn: {message}"):
+            call(memory, *wrong)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_autograd_knows_that_a_buffer_was_overwritten(grad, way, device):
     """A buffer that an earlier operation saved must make its backward fail; one whose history is gone has no gradient."""

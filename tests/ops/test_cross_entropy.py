@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import cross_entropy, cross_entropy_fn, cross_entropy_launch, linear_cross_entropy_fn
+from ops import cross_entropy, cross_entropy_fn, cross_entropy_launch, kernels, linear_cross_entropy_fn
 from ops.cross_entropy_launch import LossTile, loss_tile, streaming_tile
 
 from .cases import BF16, FP16, FP32, covering
@@ -18,6 +18,13 @@ OPTIONS = [
 ]
 # A row whole in registers, and rows of which a part is read twice, so that the last block is full, cut, or empty.
 TILES = [LossTile(64, 12, 2, 1), LossTile(64, 1, 2, 1), LossTile(128, 2, 1, 1)]
+
+LOSSES = {
+    "F.cross_entropy": lambda hidden, weight, targets, **how: F.cross_entropy(hidden @ weight.mT, targets, **how),
+    "cross_entropy_fn": lambda hidden, weight, targets, **how: cross_entropy_fn(hidden @ weight.mT, targets, **how),
+    "in place": lambda hidden, weight, targets, **how: cross_entropy_fn(hidden @ weight.mT, targets, in_place=True, **how),
+    "linear": lambda hidden, weight, targets, **how: linear_cross_entropy_fn(hidden, weight, targets, chunks=2, **how),
+}
 
 
 def oracle(logits, targets, *, softcap=None, z_loss=0.0, label_smoothing=0.0, ignore_index=-100):
@@ -98,18 +105,21 @@ def test_every_tile_reads_every_logit_and_writes_no_other(device, case, monkeypa
     assert (whole[first - 1] == 7.0).all() and (whole[first + 5] == 7.0).all()
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_logits_of_ten_thousand_and_of_minus_infinity(device, in_place):
+def test_logits_of_ten_thousand_and_of_minus_infinity(device, in_place, label_smoothing):
     logits, targets = example(device, (6, 50), FP32, scale=1e4)
     logits[:, ::2] = -torch.inf
     logits[torch.arange(6), targets.clamp(min=0)] = 1e4 * torch.randn(6, device=device)
     logits[1] = -torch.inf  # a row without a number
     logits[2, targets[2]] = -torch.inf
     leaf, double = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    rows, expected = cross_entropy_fn(logits, targets, reduction="none"), F.cross_entropy(double, targets, reduction="none")
+    how = {"label_smoothing": label_smoothing}
+    rows = cross_entropy_fn(logits, targets, reduction="none", **how)
+    expected = F.cross_entropy(double, targets, reduction="none", **how)
     torch.testing.assert_close(rows.double(), expected, equal_nan=True, rtol=1e-6, atol=1e-6)
     assert rows[1].isnan() and rows[2] == torch.inf
-    cross_entropy_fn(leaf * 1, targets, reduction="sum", in_place=in_place).backward()
+    cross_entropy_fn(leaf * 1, targets, reduction="sum", in_place=in_place, **how).backward()
     expected.sum().backward()
     torch.testing.assert_close(leaf.grad.double(), double.grad, equal_nan=True, rtol=1e-6, atol=1e-6)
 
@@ -124,11 +134,13 @@ def test_targets_of_both_dtypes_and_any_ignored_number(device):
     assert cross_entropy_fn(logits, torch.full_like(targets, 7), ignore_index=7).isnan()
 
 
-def test_targets_out_of_range_raise_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: False)
+@pytest.mark.parametrize("kernels", [False, kernels.INTERPRET])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_targets_out_of_range_raise_on_the_cpu(loss, kernels, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: kernels)
     for wrong in (30, -1):
-        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
-            cross_entropy_fn(torch.randn(2, 30), torch.tensor([3, wrong]))
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            LOSSES[loss](torch.randn(2, 4), torch.randn(30, 4, requires_grad=True), torch.tensor([3, wrong]))
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -209,13 +221,25 @@ def test_the_product_computes_only_gradients_that_are_asked_for(device):
     assert torch.equal(first, second)
 
 
-def test_no_rows(device):
-    logits, targets = torch.zeros(0, 5, device=device, requires_grad=True), torch.zeros(0, dtype=torch.int64, device=device)
-    assert cross_entropy_fn(logits, targets).isnan()
-    cross_entropy_fn(logits * 1, targets, reduction="sum", in_place=True).backward()
-    weight = torch.ones(3, 5, device=device, requires_grad=True)
-    linear_cross_entropy_fn(logits, weight, targets, reduction="sum").backward()
-    assert logits.grad.shape == (0, 5) and (weight.grad == 0).all()
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("divided", [1, 0])  # 0: by the items in the batch
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_where_no_target_counts_every_loss_and_gradient_is_pytorchs(device, rows, reduction, divided, kernels, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: kernels)
+    targets = torch.full((rows,), -100, device=device)
+    for how in ({}, {"label_smoothing": 0.1}):
+        found = {}
+        for name, loss in LOSSES.items():
+            hidden, weight = (torch.ones(shape, device=device, requires_grad=True) for shape in ((rows, 4), (5, 4)))
+            value = loss(hidden, weight, targets, reduction=reduction, **how) / divided
+            value.backward()
+            found[name] = (value.detach(), hidden.grad, weight.grad)
+        value, *gradients = found.pop("F.cross_entropy")
+        assert value.isnan() or (value == 0 and (reduction, divided) == ("sum", 1))
+        assert not any(gradient.any() for gradient in gradients)
+        for name, ours in found.items():
+            torch.testing.assert_close(ours, (value, *gradients), equal_nan=True, msg=name)
 
 
 def test_tiles_hold_whole_rows_of_every_width():

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ops
 from ops import launch, layer_norm_fn, operators, plan, rms_norm_fn
-from ops.records import Inputs
+from ops.records import Inputs, Options
 
 from .cases import BF16, Seen, equal, forget, leaves, unaligned
 
@@ -186,6 +187,13 @@ def test_an_exported_program_runs_in_another_process_and_holds_no_text_that_is_r
     root = str(Path(ops.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code, root], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+    tensors, options, numbers = call.args
+    call.args = (tensors, [options[0] + 1, *options[1:]], numbers)
+    with pytest.raises(RuntimeError, match="this program was exported with other options of the norms; export it again"):
+        program.module()(*given)
+    same, grown = (NamedTuple("Options", [*Options.__annotations__.items(), *more]) for more in ([], [("more", int)]))
+    assert operators.layout_of(Options) == operators.layout_of(same) != operators.layout_of(grown)
 
 
 def test_backward_by_its_upstream_gradients_and_by_those_that_are_wanted(given, dispatched):

@@ -2,14 +2,30 @@
 
 # ruff: noqa: E501
 import re
+from contextlib import nullcontext
 from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 
-from ops import LayerNorm, Norm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn
+from ops import (
+    LayerNorm,
+    Norm,
+    RMSNorm,
+    cross_entropy_fn,
+    dropout_mask,
+    layer_norm_fn,
+    layer_norm_linear_fn,
+    linear_cross_entropy_fn,
+    norm_fn,
+    rms_norm_fn,
+    rotary_qk_fn,
+    seeded_dropout,
+    softmax_fn,
+)
 
-from .cases import BF16, FP32, shapes
+from .cases import BF16, FP32, equal, reference_path, shapes
 
 X = torch.randn(4, 6, 8)
 W = torch.ones(8)
@@ -25,12 +41,14 @@ BUFFERS = ("out", "residual_out")
         (lambda: layer_norm_fn(X, W, None, rowscale=torch.ones(6)), "rowscale has shape (6,), expected (4, 6) or (24,), one factor for each row"),
         (lambda: layer_norm_fn(X, W, None, dropout_p=1.0), "layer_norm_fn: dropout_p must be in [0, 1), got 1.0"),
         (lambda: layer_norm_fn(X, W, None, out=X.mT.contiguous().mT), "out must be contiguous, got strides (48, 1, 6)"),
-        (lambda: layer_norm_fn(X, W, None, out=(b := torch.empty(4, 6, 8)), residual_out=b), "are the same tensor"),
+        (lambda: layer_norm_fn(X, W, None, out=(b := torch.empty(4, 6, 8)), residual_out=b), "out and residual_out overlap; they hold y"),
         (lambda: dropout_mask(0, 4, 8, 0.5, stream=-1), "dropout_mask: stream must be 0 (what x drops), 1"),
         (lambda: norm_fn("dyt", X, scalars=torch.ones(2)), "scalars has shape (2,), expected (1,), the learned scalars of dyt"),
         (lambda: norm_fn("none", X, x1=X, branch_norm="rmsnorm"), "norm_fn: x1 was given with a norm of the branch x"),
         (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (3, 8) to match the last dimension of x"),
         (lambda: norm_fn("batchnorm", X), f"norm_fn: norm is 'batchnorm', accepted: {', '.join(norm.name for norm in Norm)}"),
+        (lambda: LayerNorm((2, 16)), "LayerNorm: hidden_size is (2, 16), expected one number"),
+        (lambda: RMSNorm([0]), "RMSNorm: hidden_size must be an int of 1 or more, got 0"),
         (lambda: LayerNorm(8, dropout_p=2), "LayerNorm: dropout_p must be in [0, 1), got 2"),
     ],
 )  # fmt: skip
@@ -79,3 +97,42 @@ def test_a_flag_that_is_no_bool_is_refused(flag, device):
         layer_norm_fn(X.to(device), None, None, **{name: True})  # which 1.0 equals
         with pytest.raises(TypeError, match=re.escape(f"{name} must be True or False, got {type(flag).__name__}")):
             layer_norm_fn(X.to(device), None, None, **{name: flag})
+
+
+def as_a_block_calls_it(x, module, true, *_):
+    return *rms_norm_fn(x, None, None, x, prenorm=true), *module(x, x, true)
+
+
+def every_flag_and_number(x, module, true, half, two):
+    """The results of calls with these as flags, numbers and sizes."""
+    w, rows, targets = x.new_full((8,), 0.5), x[0] * 1, torch.arange(6, device=x.device)
+    q, k = x.view(4, 3, two, 8), x.view(4, 3, 2, 8)
+    cos, sin = x.new_full((3, 4), 0.6), x.new_full((3, 4), 0.8)
+    how = {"eps": half, "prenorm": true, "residual_in_fp32": true}
+    return (
+        *as_a_block_calls_it(x, module, true),
+        *layer_norm_fn(x.bfloat16(), w, None, return_dropout_mask=true, dropout_p=half, is_rms_norm=true, seed=1, **how),
+        *norm_fn("none", x, residual=x, zero_centered_weight=true, residual_scale=half, return_statistics=true, **how),
+        *layer_norm_linear_fn(x, w, None, torch.stack((w, w)), None, is_rms_norm=true, **how),
+        *rotary_qk_fn(q, k, cos, sin, norm="rmsnorm", q_weight=w, eps=half, zero_centered_weight=true, interleaved=true),
+        softmax_fn(x, half),
+        seeded_dropout(x, half, 1),
+        cross_entropy_fn(rows, targets, softcap=half, z_loss=half, label_smoothing=half, in_place=true),
+        linear_cross_entropy_fn(rows, x[1], targets % 2, chunks=two, z_loss=half),
+    )
+
+
+@pytest.mark.parametrize(("way", "grad"), [("kernels", True), ("kernels", False), ("reference", False), ("compiled", False)])
+def test_what_counts_as_a_bool_or_a_number_is_one_everywhere(way, grad, device):
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_(grad)
+    plain, numpys = (True, 0.5, 2), (np.True_, np.float32(0.5), np.int64(2))
+    modules = [RMSNorm(8, half, half, zero_centered_weight=true, device=device).eval() for true, half, _ in (plain, numpys)]
+    eager = call = as_a_block_calls_it if way == "compiled" else every_flag_and_number
+    if way == "compiled":  # where numpy's scalars are tensors
+        torch._dynamo.reset()
+        call = torch.compile(eager, backend="aot_eager", fullgraph=True)
+    with reference_path() if way == "reference" else nullcontext():
+        expected = eager(x, modules[0], *plain)
+        assert equal(call(x, modules[1], 1, 0.5, 2), expected)
+        if way != "compiled":
+            assert equal(call(x, modules[1], *numpys), expected)

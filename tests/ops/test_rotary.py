@@ -215,10 +215,10 @@ def test_positions_may_be_the_same_for_all_sequences_and_others_give_nan(device)
     for same in (row, row[None]):
         assert torch.equal(call(case, tensors | {"positions": same})[0], expected)
     row[1], row[4] = 11, -1
-    q, *_ = call(case, tensors | {"positions": row})
-    assert q.isnan().any(-1).all(-1)[0].tolist() == [False, True, False, False, True]
-    with mock.patch.object(rotary, "runs_kernels", return_value=False), pytest.raises(IndexError):
-        call(case, tensors | {"positions": row})
+    for kernels in (True, False):
+        with mock.patch.object(rotary, "runs_kernels", return_value=kernels):
+            q, *_ = call(case, tensors | {"positions": row})
+        assert q.isnan().all(-1).all(-1)[0].tolist() == [False, True, False, False, True]
 
 
 ANGLES = {
@@ -249,11 +249,15 @@ def test_angles_of_each_token_are_read_where_they_lie(layout, device):
         check(results(call, case, tensors | angles), case, tensors | {"positions": rows})
 
 
-@pytest.mark.parametrize(("tokens", "packed"), [((0, 5), True), ((2, 0), False)])
+@pytest.mark.parametrize(("tokens", "packed"), [((0, 5), True), ((2, 0), False), ((3, 0, 5), True)])
 def test_no_tokens_give_empty_outputs_and_zero_weight_gradients(tokens, packed, device):
     case = Case("layernorm", bias=True, tokens=tokens, packed=packed)
-    found = results(call, case, inputs(case, device))
+    tensors = inputs(case, device)
+    found = results(call, case, tensors)
     assert found["q_out"].shape == (*tokens, 3, 16)
+    tensors["q_weight"].requires_grad_()
+    sum(t.sum() for t in call(case, tensors)).backward()  # upstream gradients that are one number in memory
+    assert not tensors["q_weight"].grad.any()
     assert all(not found[f"d{name}"].any() for name in ("q_weight", "q_bias", "k_weight", "k_bias"))
 
 

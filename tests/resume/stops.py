@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import train
 from configs import Config, ConfigError
 from tests.forks import processes
 from tests.runs import composed, train_here
+from training.step import TrainingStep
 
 AUTO = ["resume=auto", "logging.every=1", "checkpoint.every=6"]
 OPERATIONS = [(os, "fsync"), (shutil, "rmtree"), *((Path, name) for name in ("write_bytes", "rename", "replace", "mkdir"))]
@@ -27,15 +27,15 @@ class Died(BaseException):
 @contextmanager
 def in_step(number, act):
     """Within the block `act(state)` happens in the middle of step `number`, counted from 1, before it changes anything."""
-    original = train.training_step
+    original = TrainingStep.__call__
 
-    def step(forward, state, batch, index, *rest):
+    def step(self, index):
         if index == number - 1:
-            act(state)
-        return original(forward, state, batch, index, *rest)
+            act(self.state)
+        original(self, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "training_step", step)
+        patch.setattr(TrainingStep, "__call__", step)
         yield
 
 
@@ -86,14 +86,14 @@ def _train(cfg: Config, overrides: list[str], folder: Path, how: Callable[[], ob
 
 def after(seconds: float) -> None:
     """Kills the run so many seconds after the beginning of its first step."""
-    first_step = train.training_step
+    first_step = TrainingStep.__call__
 
     def starts_the_clock(*args):
-        train.training_step = first_step
+        TrainingStep.__call__ = first_step
         threading.Timer(seconds, _kill).start()
-        return first_step(*args)
+        first_step(*args)
 
-    train.training_step = starts_the_clock
+    TrainingStep.__call__ = starts_the_clock
 
 
 def _kill() -> None:

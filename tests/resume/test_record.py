@@ -8,8 +8,8 @@ from model import GPT
 from tests.resume.stops import AUTO, train_until
 from tests.runs import FakeWandb, read_json, train_here
 from training import checkpoint, storage
-from training import metrics as training_metrics
 from training.checkpoint import Validation
+from training.evaluation import Evaluation
 
 
 def test_the_metrics_of_a_run_that_goes_on_have_no_repeat_and_no_hole_but_a_damaged_line(tiny, tmp_path):
@@ -30,7 +30,7 @@ def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monk
         return {path: path.read_bytes() for path in half.rglob("*") if path.is_file()}
 
     # the first is of the run that is resumed, and better than what follows
-    monkeypatch.setattr("training.metrics.evaluate", evaluations(1.0, 3.0, 2.0))
+    monkeypatch.setattr(Evaluation, "__call__", evaluations(1.0, 3.0, 2.0))
     half = train_here([*tiny, "train.steps=5", "eval.every=0"], tmp_path / "half")[0].folder
     before, changed = kept(), ["train.steps=15", "eval.every=10", f"resume={half}", "resume_with_changes=true"]
     summary, metrics = train_here([*tiny, *changed], tmp_path / "rest")
@@ -42,13 +42,13 @@ def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monk
 
 
 def evaluations(*values):
-    """A stand-in for `evaluate`, whose losses are these."""
+    """A stand-in for evaluations, whose losses are these."""
     left = iter(values)
     return lambda *_, **__: Validation(loss := next(left), loss)
 
 
 def test_the_newest_checkpoints_are_kept_and_the_best(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("training.metrics.evaluate", evaluations(3.0, 1.0, 2.0))
+    monkeypatch.setattr(Evaluation, "__call__", evaluations(3.0, 1.0, 2.0))
     train_here([*tiny, "checkpoint.every=3", "checkpoint.keep=3"], tmp_path / "run")
     assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [30, 27, 24, 20]
     assert [checkpoint.read(tmp_path / "run" / name).step for name in ("best", "last")] == [20, 30]
@@ -69,15 +69,14 @@ def test_a_signal_in_the_last_sample_stops_the_command_after_it_and_the_same_wan
 
 
 def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for_and_is_in_the_metrics_once(tiny, tmp_path, monkeypatch):
-    batches = training_metrics.ValidationWindows.__iter__
+    add = Evaluation._add
 
     def signalled(self):
         signal.raise_signal(signal.SIGTERM)
-        yield from batches(self)
-        raise AssertionError("it was not cut short")
+        add(self)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
-        patch.setattr(training_metrics.ValidationWindows, "__iter__", signalled)
+        patch.setattr(Evaluation, "_add", signalled)
         train_here([*tiny, *AUTO], tmp_path / "run")  # at step 10
     assert not [line for line in storage.read_metrics(tmp_path / "run") if "val/loss" in line]
     train_until(12, [*tiny, *AUTO], tmp_path / "run")  # the checkpoint of step 10 still owes it

@@ -97,7 +97,7 @@ def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, mo
 
 
 def test_a_folder_that_another_process_trains_in_is_refused(folder, command):
-    with in_step(20, lambda _: refused(command, folder, "another process is training there")):
+    with in_step(20, lambda _: refused(command, folder, "another process is at work there")):
         train_here(command, folder)
 
 

@@ -10,9 +10,9 @@ import torch
 
 from tests.resume.stops import AUTO, after, in_operation, stop_with, train_and_kill, train_until
 from tests.runs import bits, logged, losses, train_here
-from training import metrics as training_metrics
 from training import storage
-from training.step import MixedPrecision
+from training.evaluation import Evaluation
+from training.precision import MixedPrecision
 
 
 @pytest.mark.parametrize(("impl", "by", "optimizer"), [("fused", "auto", "adamw"), ("torch", "path", "muon")])
@@ -48,20 +48,20 @@ def test_a_signal_between_checkpoints_and_lines_of_metrics_changes_no_bit(tiny, 
 @pytest.mark.parametrize("at", [10, 30])
 def test_sigterm_in_an_evaluation_cuts_it_short_and_it_is_made_up_for(tiny, whole, tmp_path, monkeypatch, at):
     overrides, cut = [*tiny, *AUTO, "model.dropout=0.1", "logging.every=5"], tmp_path / "cut"
-    evaluate, calls = training_metrics.evaluate, []
+    evaluate, calls = Evaluation.__call__, []
 
-    def signalled(*given, before_batch, **options):
+    def signalled(self, before_batch):
         calls.append(1)
         stops = len(calls) >= at // 10  # eval.every=10
-        return evaluate(*given, before_batch=lambda: (stops and signal.raise_signal(signal.SIGTERM), before_batch()), **options)
+        return evaluate(self, lambda: (stops and signal.raise_signal(signal.SIGTERM), before_batch()))
 
-    monkeypatch.setattr("training.metrics.evaluate", signalled)
+    monkeypatch.setattr(Evaluation, "__call__", signalled)
     for _ in range(2):  # also in the evaluation that is made up for
         with pytest.raises(SystemExit, match="143"):
             train_here(overrides, cut)
     assert storage.step_of(storage.checkpoints(cut)[0]) == at
     assert not any(line["step"] == at and "val/loss" in line for line in storage.read_metrics(cut))
-    monkeypatch.setattr("training.metrics.evaluate", evaluate)
+    monkeypatch.setattr(Evaluation, "__call__", evaluate)
     train_here(overrides, cut)
     found, wanted = bits(cut), bits(whole)
     if at == 30:  # the last checkpoint was made before the evaluation that was cut short

@@ -4,12 +4,12 @@ import shlex
 
 import pytest
 
-import train
+from measure.files import StorageError
 from tests.ranks import train_together
 from tests.resume.stops import AUTO, in_step
 from tests.runs import bits, no_space, train_here
 from training import checkpoint, storage
-from training.storage import StorageError
+from training.step import TrainingStep
 
 MINUTES = ["checkpoint.keep=99", "eval.every=0", "logging.every=1"]  # and checkpoint.every=0, the default
 
@@ -32,8 +32,8 @@ def test_a_full_disk_stops_the_run_with_whole_checkpoints_and_advice_that_works(
     [([], [10, 20, 30]), (["checkpoint.minutes=15"], [15, 30]), (["checkpoint.minutes=0"], [30])],
 )
 def test_a_checkpoint_is_made_by_time_too(tiny, tmp_path, monkeypatch, overrides, steps):
-    minutes, original = [], train.training_step
-    monkeypatch.setattr(train, "training_step", lambda *given: (minutes.append(1), original(*given))[1])
+    minutes, original = [], TrainingStep.__call__
+    monkeypatch.setattr(TrainingStep, "__call__", lambda *given: (minutes.append(1), original(*given))[1])
     monkeypatch.setattr("training.checkpoint.monotonic", lambda: 60.0 * len(minutes))  # of a minute each; the default is 10
     train_here([*tiny, *MINUTES, *overrides], tmp_path / "run")
     assert [storage.step_of(path) for path in reversed(storage.checkpoints(tmp_path / "run"))] == steps

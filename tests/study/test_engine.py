@@ -6,7 +6,7 @@ import torch
 from configs.schema import OptimKind
 from study.arms import study_of
 from tests.runs import composed, losses, train_here
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
 
 
 @pytest.mark.parametrize("more", [[], ["model.dropout=0.1", "train.accumulation=2"], ["optim.kind=muon"]], ids=str)

@@ -21,7 +21,7 @@ def test_size_and_saturation_of_the_stream_are_those_of_the_model_written_out(ti
     def dyt(norm, r: torch.Tensor) -> torch.Tensor:
         return torch.tanh(norm.scalars[0] * r) * norm.weight + (0 if norm.bias is None else norm.bias)
 
-    r = model.embed(engine.val[0][0][:ROWS])
+    r = model.embed(engine.evaluation.first()[:ROWS])
     norms = [norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm)]
     sublayers = [part for block in model.blocks for part in (lambda x, of=block.attention: of(x, None), block.mlp)]
     for norm, sublayer in zip(norms, sublayers, strict=True):

@@ -5,7 +5,8 @@ import json
 import wandb
 
 import compare
-from study.runs import read
+from study.runs import Result
+from tests.runs import read_json
 from tests.wandb_server import WandbServer
 
 SWEEP = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3", "seed=2", "train.steps=6", "eval.every=3", "eval.batches=1"]
@@ -18,7 +19,7 @@ def test_a_study_is_a_run_for_each_arm_rate_and_seed_and_a_summary_in_one_group(
         assert compare.main([*tiny, *SWEEP, "logging.wandb=online", "logging.tags=[mine]", f"folder={tmp_path}/kinds"]) == 0
         wandb.teardown()
     *runs, summary = list(server.runs.values())
-    results = read(tmp_path / "kinds" / "runs.jsonl").results
+    results = [Result(**of) for of in read_json(tmp_path / "kinds" / "report.json")["results"]]
     assert len(runs) == len(results) == 2 * 2 + 1
     found = {(run.started["groupName"], *run.started["tags"], run.exit_code) for run in [*runs, summary]}
     assert found == {("kinds", "mine", "study", 0)}

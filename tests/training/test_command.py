@@ -3,10 +3,10 @@
 import pytest
 
 from configs import ConfigError
+from measure.files import StorageError
 from tests.runs import raising
 from training.command import own_keys, program
 from training.interrupt import Stopped
-from training.storage import StorageError
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from training import distributed, sharding, storage
 SHARDED = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
 # A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
 # four, which hold two rows of six each, the last one holds nothing of those weights
-SHARDED += ["optim.schedule=constant", "model.bias=false", "model.context=28", "model.mlp_width=6"]
+SHARDED += ["optim.schedule=constant", "optim.min_lr=null", "model.bias=false", "model.context=28", "model.mlp_width=6"]
 FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
 DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
 DROPPED += ["model.layers=3", "train.steps=3"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from configs import ConfigError
 from data import Tokenizer
 from data.tokenizer import char_tokenizer, train_bpe
 from model import GPT
-from tests.runs import composed, raising, read_json, train_here
+from tests.runs import composed, no_space, raising, read_json, train_here
 from training import export, storage
 from training.checkpoint import TrainState
 from training.optimizer import adamw
@@ -215,12 +216,23 @@ def test_what_a_layout_can_not_express_is_refused_by_key(tmp_path, tokenizer, ca
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_never_writes_into_a_run_or_a_checkpoint(tmp_path, tokenizer, capsys):
+def test_an_export_never_writes_into_a_folder_with_files_and_leaves_nothing_of_itself_on_a_full_disk(
+    tmp_path, tokenizer, capsys, monkeypatch
+):
     run = tmp_path / "run"
     trained(run, GPT2, tokenizer)
     [kept] = storage.checkpoints(run)
-    for output in (kept, run):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("mine")
+    for output in (kept, run, tmp_path / "theirs", tmp_path / "theirs" / "config.json"):
         assert export.main([str(run), "--format", "gpt2", "--output", str(output)]) == 2
-        assert "Name a new folder" in capsys.readouterr().err
+        assert f"--output {output}: " in capsys.readouterr().err
     storage.verify(kept)
+    assert (tmp_path / "theirs" / "config.json").read_text() == "mine"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", no_space)  # the second of its files
+        assert export.main([str(run), "--format", "gpt2"]) == 2
+    assert "export_gpt2 can't be written: No space left on device" in capsys.readouterr().err
+    assert {path.name for path in run.iterdir()} == {storage.FOLDER}
+    (run / "export_gpt2").mkdir()
     assert export.main([str(kept), "--format", "gpt2"]) == 0 and (run / "export_gpt2" / "config.json").is_file()

@@ -43,6 +43,13 @@ def test_runs_are_laid_over_one_another_in_the_unit_and_by_what_is_asked_for(tmp
     assert drawn["norm.impl=fused"] == drawn["norm.impl=torch"] == [(10, 4.0), (20, 3.0), (30, 2.0)]
     assert plot.main([*command, "--by", "tokens"]) == 0
     assert drawn["norm.impl=fused"] == [(10240, 2.0), (20480, 1.5), (30720, 1.0)]
+    (tmp_path / "mine").write_text("mine")
+    assert plot.main([str(tmp_path / "a"), "--output", str(tmp_path / "mine")]) == 2
+    assert (tmp_path / "mine").read_text() == "mine"
+    capsys.readouterr()
+    assert plot.main([str(tmp_path / "a"), "--output", str(tmp_path / "ours")]) == 0  # a PNG, as without a suffix
+    assert capsys.readouterr().out == f"{tmp_path}/ours: bits per byte, 1 run\n"
+    assert (tmp_path / "ours").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_first_losses_do_not_flatten_the_rest():
@@ -75,5 +82,8 @@ def test_what_can_not_be_drawn_is_refused_by_name(tmp_path, monkeypatch, capsys,
 
 def test_lines_of_metrics_that_are_no_record_are_left_out(tmp_path):
     no_records = ["null", "1", "[]", "{}", '{"train/loss": 1.0}', '{"step": 3, "tra', "\0"]
+    no_records += [
+        f'{{"step": 3, "train/loss": {value}}}' for value in ("NaN", "-Infinity", "1e999", "null", '"2"', "[]", "{}")
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 1, "train/loss": 2.0}', *no_records, '{"step": 2}']))
     assert read_metrics(tmp_path) == [{"step": 1, "train/loss": 2.0}, {"step": 2}]

@@ -1,23 +1,32 @@
-"""One training step: micro-batches, loss scales, clipping, learning rates, seeds, and which parameters decay."""
+"""One training step: micro-batches, loss scales, clipping, learning rates, which parameters decay; and the same as a graph."""
 
-import itertools
 import math
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 
 import configs
 from configs.machine import Machine
 from configs.schema import OptimConfig, Schedule
+from data import Batches, Split
 from model import GPT
 from tests.runs import ROOT, bits, composed, corpus
-from train import learning_rate, training_step
+from training import step as steps
 from training.build import compile_model
 from training.checkpoint import TrainState
-from training.optimizer import adamw, parameter_groups
-from training.step import MixedPrecision, seed_micro_batch
+from training.evaluation import Evaluation
+from training.inputs import Inputs
+from training.optimizer import adamw, make_optimizer, parameter_groups
+from training.precision import MixedPrecision, set_deterministic
+from training.schedule import learning_rate
+from training.step import WARM_UP, TrainingStep
+
+TOKENS = np.random.default_rng(1).integers(20, size=8000).astype(np.uint16)
+CPU = MixedPrecision(torch.device("cpu"), torch.float32)
 
 
 def gpt(overrides):
@@ -26,74 +35,229 @@ def gpt(overrides):
     return cfg, GPT(cfg.model, cfg.norm, vocab_size=20)
 
 
-def one_step(overrides, batch, scaled=False):
+def step_of(cfg, model, precision=CPU, **options):
+    """A step of the model on random tokens, with what the optimizer is given in `seen`."""
+    model.to(precision.device)
+    scaler = options.pop("scaler", None) or precision.scaler()
+    state = TrainState(model, make_optimizer(model, cfg.optim), scaler, tokenizer="")
+    batches = Batches(TOKENS, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+    inputs = Inputs(batches, cfg, model.dropout_sites, precision.device)
+    forward = compile_model(model, cfg.train) if cfg.train.compile and precision is not CPU else model
+    return TrainingStep(forward, state, inputs, cfg, precision, **options)
+
+
+def one_step(overrides, scaled=False):
     cfg, model = gpt(overrides)
-    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=scaled), tokenizer="")
-    seen = {}
-    state.optimizer.register_step_pre_hook(lambda *_: seen.update({n: p.grad.clone() for n, p in model.named_parameters()}))
-    loss, grad_norm = training_step(model, state, batch, 0, cfg, MixedPrecision(torch.device("cpu"), torch.float32))
-    return loss, grad_norm, seen, model
-
-
-def draw(generator):
-    return tuple(torch.randint(20, (8, 32), generator=generator) for _ in range(2))
-
-
-@pytest.fixture
-def batch():
-    return draw(torch.Generator().manual_seed(1))
+    step, seen = step_of(cfg, model, scaler=torch.amp.GradScaler("cpu", enabled=scaled)), {}
+    hook = step.state.optimizer.register_step_pre_hook
+    hook(lambda *_: seen.update({n: p.grad.clone() for n, p in model.named_parameters()}))
+    step(0)
+    return step.loss, step.grad_norm, seen, model
 
 
 @pytest.mark.parametrize("clip_norm", [0, 0.01])
-def test_a_gradient_is_clipped_after_its_norm_is_measured_also_with_a_scaler_and_in_pieces(tiny, batch, clip_norm):
+def test_a_gradient_is_clipped_after_its_norm_is_measured_also_with_a_scaler_and_in_pieces(tiny, clip_norm):
     overrides = [*tiny, f"optim.clip_norm={clip_norm}"]
-    loss, norm, grads, _ = one_step(overrides, batch)
+    loss, norm, grads, _ = one_step(overrides)
     left = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
     assert norm > 0.1 and left == pytest.approx(clip_norm or norm.item(), rel=1e-3)
     for pieces, scaled, atol in ((1, True, 1e-8), (2, False, 1e-6), (8, True, 1e-6)):
-        other_loss, other_norm, other, _ = one_step([*overrides, f"train.accumulation={pieces}"], batch, scaled)
+        other_loss, other_norm, other, _ = one_step([*overrides, f"train.accumulation={pieces}"], scaled)
         torch.testing.assert_close((other_loss, other_norm), (loss, norm))
         for name, grad in grads.items():
             torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=atol, msg=name)
 
 
-def test_the_step_uses_the_rate_of_the_schedule(tiny, batch):
-    moved = one_step([*tiny, "optim.lr=1e-3", "optim.min_lr=0"], batch)[3]
+def test_the_step_uses_the_rate_of_the_schedule(tiny):
+    moved = one_step([*tiny, "optim.lr=1e-3", "optim.min_lr=0"])[3]
     _, start = gpt(tiny)
     distance = (moved.blocks[0].mlp.down.weight - start.blocks[0].mlp.down.weight).abs().max().item()
     assert distance == pytest.approx(1e-3 / 3, rel=0.05), "Adam's first step is the rate; warm-up starts at a third of it"
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_step_whose_scaled_gradient_overflows_changes_nothing_but_the_scale(tiny, kind):
+    cfg, model = gpt([*tiny, f"optim.kind={kind}"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=10**9)  # the first steps overflow
+    step, kept = step_of(cfg, model, scaler=scaler), [p.detach().clone() for p in model.parameters()]
+    step(0)
+    assert not step.grad_norm.isfinite() and scaler.get_scale() == 2.0**126
+    assert all(map(torch.equal, model.parameters(), kept))
+    for number in range(1, 40):
+        step(number)
+    assert step.grad_norm.isfinite() and not torch.equal(next(model.parameters()), kept[0])
+    assert all(value.isfinite().all() for of in step.state.optimizer.state.values() for value in of.values())
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_gradients_are_there_before_the_first_backward_pass_where_cuda_graphs_would_overwrite_them(tiny, batch, mode):
+def test_gradients_are_there_before_the_first_backward_pass_where_cuda_graphs_would_overwrite_them(tiny, mode):
     cfg, model = gpt([*tiny, "train.accumulation=2"])
-    cfg.train.compile, cfg.train.compile_mode = True, mode
-    state, there = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=False), tokenizer=""), []
+    cfg.train.compile, cfg.train.compile_mode, there = True, mode, []
     model.register_forward_pre_hook(lambda *_: there.append(model.embedding.weight.grad is not None))
-    training_step(model, state, batch, 0, cfg, MixedPrecision(torch.device("cpu"), torch.float32))
+    step_of(cfg, model)(0)
     assert there == [mode == "reduce-overhead", True]
+
+
+# ---- as a CUDA graph ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Stands for a GPU: what is captured is called anew by each replay. captures.error is raised by a capture."""
+    found = []
+
+    def captured(act, pool):
+        found.append(act)
+        if error := captures.error:
+            raise error
+        return act
+
+    @contextmanager
+    def waits():
+        yield captures.waits
+
+    def captures():
+        return found
+
+    captures.error, captures.waits = None, []
+    for name, stand_in in (("captured", captured), ("aside", nullcontext), ("waits", waits)):
+        monkeypatch.setattr(steps, name, stand_in)
+    monkeypatch.setattr("training.evaluation.captured", captured)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return captures
+
+
+def trained(tiny, number, **options):
+    """The step after so many, the losses, and those of an evaluation."""
+    cfg, model = gpt([*tiny, "model.dropout=0.1", "train.accumulation=2"])
+    val = Evaluation(model, Split(TOKENS, 8000, 1), CPU, context=32, batch_size=8, batches=3)
+    step, losses = step_of(cfg, model, evaluation=val, **options), []
+    for each in range(number):
+        step(each)
+        losses.append(step.loss.item())
+    return step, losses, val().loss
+
+
+def test_the_first_steps_of_a_run_warm_up_and_nothing_is_trained_twice(tiny, captures):
+    for number, graphs in ((WARM_UP, 0), (WARM_UP + 1, 2), (10, 4)):
+        step, losses, val = trained(tiny, number, graph=True)
+        assert (losses, val) == trained(tiny, number)[1:] and len(captures()) == graphs, "of the step and of evaluation"
+        assert step.state.model.training and all(p.grad is None for p in step.parameters)
+
+
+def test_what_can_not_be_captured_says_why_and_goes_on_but_a_lack_of_memory_is_raised(tiny, captures):
+    expected, said = trained(tiny, 6)[1:], []
+    captures.waits = ["model.py:7"]
+    assert trained(tiny, 6, graph=True, say=said.append)[1:] == expected and not captures()
+    captures.waits, captures.error = [], RuntimeError("operation not permitted when stream is capturing")
+    assert trained(tiny, 6, graph=True, say=said.append)[1:] == expected
+    assert [why.partition(". It goes on without")[0] for why in said] == [
+        "No CUDA graph of the step: it waits for the device in model.py:7",
+        "No CUDA graph of the step: RuntimeError: operation not permitted when stream is capturing",
+    ]
+    captures.error = torch.OutOfMemoryError("no memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        trained(tiny, 6, graph=True)
+
+
+ON_GPU = [
+    (["train.accumulation=4"], "bf16"),
+    (["optim.kind=muon", "model.qk_norm=true", "model.positions=rotary", "model.kv_heads=1"], "bf16"),
+    (["norm.impl=torch", "norm.placement=sandwich", "loss.impl=torch"], "bf16"),
+    (["train.precision=fp16", "optim.kind=muon", "train.accumulation=2"], "fp16"),
+    (
+        [
+            "train.precision=fp32",
+            "model.block=parallel",
+            "model.drop_path=0.1",
+            "train.recompute=true",
+            "model.attention_dropout=0",
+        ],
+        "fp32",
+    ),
+    (["train.compile=true", "norm.placement=post"], "bf16"),
+    (["train.compile=true", "optim.kind=muon", "train.accumulation=4", "norm.impl=torch"], "bf16"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("more", "precision"), ON_GPU, ids=lambda x: " ".join(x) if isinstance(x, list) else x)
+def test_on_a_gpu_replays_give_the_bits_of_the_steps_without_a_graph(tiny, more, precision):
+    """With dropout, attention's too, whose masks PyTorch's generator draws."""
+    given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.2", "train.steps=100000", "device=cuda", *more]
+    on = MixedPrecision(torch.device("cuda"), {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision])
+    found, said = [], []
+    set_deterministic(True)
+    try:
+        for graph in (True, False):
+            torch.compiler.reset()
+            cfg = configs.load(given, on=Machine("cuda"))
+            torch.manual_seed(0)
+            model = GPT(cfg.model, cfg.norm, vocab_size=20, loss=cfg.loss).cuda()
+            val = Evaluation(model, Split(TOKENS, 8000, 1), on, context=32, batch_size=8)
+            losses, norms = (torch.zeros(200, device="cuda") for _ in range(2))
+
+            def record(number, loss, norm, losses=losses, norms=norms):
+                losses.index_copy_(0, number, loss[None])
+                norms.index_copy_(0, number, norm[None])
+
+            step = step_of(cfg, model, on, graph=graph, evaluation=val, record=record, say=said.append)
+            for number in (*range(150), *range(140, 200)):  # back, as a run that is begun anew
+                step(number)
+            assert step.graph == graph
+            found.append([losses, norms, torch.tensor(val().loss), *(p.detach() for p in model.parameters())])
+    finally:
+        set_deterministic(False)
+    assert not said and losses[150:].mean() < losses[:10].mean()
+    assert all(map(torch.equal, *found)), "bits"
+
+
+@pytest.mark.gpu
+def test_a_failed_capture_leaves_a_run_that_goes_on_with_the_same_bits(tiny):
+    found, said = [], []
+    for fails in (True, False):
+        cfg = configs.load([*[o for o in tiny if o != "device=cpu"], "model.dropout=0.1", "device=cuda"], on=Machine("cuda"))
+        torch.manual_seed(0)
+        model = GPT(cfg.model, cfg.norm, vocab_size=20).cuda()
+        step = step_of(cfg, model, MixedPrecision(torch.device("cuda"), torch.bfloat16), graph=fails, say=said.append)
+        own = step.update
+
+        def update(fails=fails, own=own, step=step):
+            own()
+            if fails and torch.cuda.is_current_stream_capturing():
+                step.loss.item()
+
+        if fails:
+            step.update = update
+        for number in range(20):
+            step(number)
+        found.append([p.detach() for p in model.parameters()])
+    assert len(said) == 1 and "train.graph=false" in said[0]
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("impl", ["fused", "torch"])
-def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl, accumulation):
+def test_cuda_graphs_of_torch_compile_give_the_losses_of_the_compiled_model(tiny, impl, accumulation):
     # shared masks, since a graph draws torch's own elsewhere in the generator's stream
     given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.1", "model.attention_dropout=0", f"norm.impl={impl}"]
     given.append(f"train.accumulation={accumulation}")
-    precision, found = MixedPrecision(torch.device("cuda"), torch.bfloat16), []
+    found = []
     for mode in ("reduce-overhead", "default"):
         torch.compiler.reset()
         on_gpu = ["device=cuda", "norm.dropout_masks=shared", "train.compile=true", f"train.compile_mode={mode}"]
         cfg = configs.load([*given, *on_gpu], on=Machine("cuda"))
         torch.manual_seed(0)
-        model = GPT(cfg.model, cfg.norm, vocab_size=20).cuda()
-        state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
-        forward = compile_model(model, cfg.train)
-        generator = torch.Generator().manual_seed(1)
-        steps = [training_step(forward, state, draw(generator), step, cfg, precision) for step in range(8)]
-        found.append(torch.stack([torch.stack(pair) for pair in steps]))
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+        step = step_of(cfg, GPT(cfg.model, cfg.norm, vocab_size=20), MixedPrecision(torch.device("cuda"), torch.bfloat16))
+        for number in range(8):
+            step(number)
+            found.append(torch.stack((step.loss, step.grad_norm)).clone())
+    torch.testing.assert_close(found[:8], found[8:], rtol=1e-3, atol=1e-3)
+
+
+# ---- parameters, rates, bits -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["model.qk_norm=true", "norm.kind=rmsnorm", "model.tie_embeddings=false"])
@@ -125,23 +289,23 @@ def test_the_rate_follows_its_formula(given, rates):
     assert {step: learning_rate(step, 100, optim) for step in rates} == pytest.approx(rates)
 
 
-def test_each_place_has_other_seeds_all_positive_int64_and_seeds_torch():
-    draws = [(seed_micro_batch(1, step, 0, 0, 9, torch.device("cpu")), torch.rand(3))[1] for step in (0, 0, 1)]
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-    places = itertools.product((1, 2), range(10), range(4), range(4))  # seed, step, micro-batch, rank
-    seeds = torch.cat([seed_micro_batch(*place, 9, torch.device("cpu")) for place in places])
-    assert len(seeds.unique()) == len(seeds) == 2 * 10 * 4 * 4 * 9
-    assert seeds.dtype == torch.int64 and seeds.min() >= 0 and seeds.max() > 2**62, "all bits but the sign are in use"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [[], ["model.kv_heads=1", "model.positions=rotary"], ["train.precision=fp32"]], ids=str)
 def test_half_the_steps_and_the_other_half_give_the_bits_of_all_on_a_gpu(tmp_path, changes):
     # wide enough for flash attention's backward to have several blocks of keys, which add to the same gradient of queries
     sizes = ["model.width=256", "model.heads=4", "model.context=512", "train.batch_size=16", "model.dropout=0.1"]
-    steps = ["device=cuda", "deterministic=true", *sizes, *changes, "optim.schedule=constant", "train.steps=20"]
+    steps = [
+        "device=cuda",
+        "deterministic=true",
+        *sizes,
+        *changes,
+        "optim.schedule=constant",
+        "optim.min_lr=null",
+        "train.steps=20",
+    ]
     # not forked: CUDA can't be used in a fork of a process that has seen it
-    for arguments in (["folder=whole"], ["folder=cut", "train.steps=10"], ["folder=cut", "resume=auto"]):
+    graph, none = "train.graph=true", "train.graph=false"  # a checkpoint of one is taken up by the other
+    for arguments in (["folder=whole", graph], ["folder=cut", none, "train.steps=10"], ["folder=cut", "resume=auto", graph]):
         command = [sys.executable, str(ROOT / "train.py"), *corpus(tmp_path), *steps, *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from configs import ConfigError
+from measure.files import StorageError
 from tests.resume.stops import in_operation
 from tests.runs import no_space
 from training import storage
-from training.storage import StorageError
 
 PARTS = {"a.bin": lambda: bytes(10_000), "b.txt": lambda: b"hello\n"}
 DAMAGES = {
@@ -73,13 +73,34 @@ def test_what_killed_processes_left_is_no_checkpoint_and_goes_away(tmp_path):
     assert [path.name for path in (tmp_path / storage.FOLDER).iterdir()] == [storage.name(2)]
 
 
-def test_a_run_is_not_scattered_among_the_users_files_or_other_runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "here" / "below").mkdir(parents=True)
-    storage.claim(tmp_path / "runs" / "a")
-    monkeypatch.chdir(tmp_path / "here" / "below")
-    for folder in (".", "..", tmp_path, tmp_path / "here", tmp_path / "home", tmp_path / "runs"):
-        with pytest.raises(ConfigError, match=r"would lie among others there\. Name a new one: folder=runs/NAME"):
-            storage.claim(Path(folder))
-    assert sorted(path.name for path in tmp_path.rglob("config.yaml")) == ["config.yaml"]
-    assert storage.claim(Path("new")) == Path("new")
+def test_a_folder_with_other_files_is_never_used_and_one_that_a_program_has_gets_a_number(tmp_path, monkeypatch):
+    """Of every name that a run, an ablation or a study writes; whoever asks for it, and also to resume."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for folder, taken in (("../new", "../new"), ("../new", "../new_2"), (".", "."), (".", "../empty_2")):
+        with storage.claim(Path(folder), "train.py") as found:
+            assert found.samefile(taken)
+    names = ("tokenizer.json", "loss.png", "config.yaml", "run.json", "runs.jsonl", ".hidden", "a/b.txt", "run/config.yaml")
+    for place, *asks in ((f"theirs {at}", name) for at, name in enumerate(names)):
+        file = tmp_path / place / asks[0]
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    storage.commit(tmp_path / "old", 1, PARTS)  # of a version that made no mark
+    for folder, resumes, message in (
+        *((folder, resumes, "it has other files") for folder in sorted(tmp_path.glob("theirs*")) for resumes in (False, True)),
+        (tmp_path / "empty", True, r"it has files of train\.py\. Name a new folder"),
+    ):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(ConfigError, match=message), storage.claim(folder, "compare.py", resumes=resumes):
+            pass
+        assert sorted(tmp_path.rglob("*")) == before
+    with storage.claim(tmp_path / "old", "train.py", resumes=True) as found:
+        assert found == tmp_path / "old"
+        with pytest.raises(ConfigError, match="another process is at work"), storage.claim(found, "train.py", resumes=True):
+            pass
+
+
+def test_a_folder_of_a_program_that_was_killed_as_it_took_it_is_resumed(tmp_path):
+    (tmp_path / storage.MARK).touch()
+    with storage.claim(tmp_path, "train.py", resumes=True) as found:
+        assert found == tmp_path

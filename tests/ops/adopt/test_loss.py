@@ -31,7 +31,9 @@ def step(model, **given):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("given", [{}, {"num_items_in_batch": 5}], ids=["mean", "items"])
+@pytest.mark.parametrize(
+    "given", [{}, {"num_items_in_batch": 5}, {"shift_labels": torch.arange(12)}], ids=["mean", "items", "flat"]
+)
 def test_loss_and_gradients_stay_what_they_were_there_and_back(model, in_place, given, capsys):
     before = step(model, **given)
     assert replace_loss(model, in_place=in_place) == capsys.readouterr().out.strip()

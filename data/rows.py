@@ -1,0 +1,129 @@
+"""The text of local files: rows of .jsonl, .csv and .parquet files, and lines of UTF-8.
+
+Whatever a row has that no column takes, and whatever is no text, is an error that names the row: nothing vanishes in silence.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+csv.field_size_limit(2**31 - 1)  # of a document; the default would refuse long ones
+
+CSV = (".csv", ".tsv")
+Rows = Iterator[tuple[str, Any]]  # where the row is, and what its column of text holds
+
+
+def read_rows(path: Path, field: str) -> Iterator[str]:
+    """The texts of the column `field`; "" for null. The suffix of `path` is one of ROWS.
+
+    Raises:
+        ValueError: a row that can't be read, that lacks the column, or whose column holds something else. It names the row.
+    """
+    for where, text in ROWS[path.suffix.lower()](path, field):
+        yield as_text(text, where, field)
+
+
+def as_text(value: Any, where: str, field: str) -> str:
+    """What the column `field` of a row holds; null counts as no text. Raises ValueError: something else."""
+    if not isinstance(value, str | None):
+        raise ValueError(f"{where}: the column data.text_field={field} has no text, but {type(value).__name__} {value!s:.100}")
+    return value or ""
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file, line ends included, without the byte order mark. Raises ValueError for what is no text."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            yield decoded(line, number, begins=number == 1)
+
+
+def decoded(line: bytes, number: int, begins: bool) -> str:
+    try:
+        if b"\0" in line:
+            raise ValueError("has a zero byte, as UTF-16 and binary files have")
+        return line.decode("utf-8-sig" if begins else "utf-8")
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}. Only UTF-8 text can be read; `iconv` converts others") from error
+
+
+def json_rows(path: Path, field: str) -> Rows:
+    """One JSON object a line. Blank lines are no rows."""
+    lines = ((number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip())
+    for row, (number, line) in enumerate(lines, start=1):
+        where, hint = f"row {row}, line {number}", " `jq -c '.[]'` makes an object a line of a list" if row == 1 else ""
+        try:
+            found = json.loads(line, object_pairs_hook=_once_each)
+            if not isinstance(found, dict):
+                raise ValueError(f"no JSON object, but {line.strip():.100}.{hint}")
+            _column(field, list(found))
+            if "\\" in line:
+                str(found[field]).encode()
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}, column {error.colno}: {error.msg}.{hint}") from error
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: half of a surrogate pair, {error.object[error.start]!a}, is no character") from error
+        except (ValueError, RecursionError) as error:  # also numbers of too many digits, and nesting that is too deep
+            raise ValueError(f"{where}: {error}") from error
+        yield where, found[field]
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name twice in one object: {', '.join(name for name, _ in pairs)}")
+    return found
+
+
+def csv_rows(path: Path, field: str | None) -> Rows:
+    """Rows below a header, quoted as `csv.writer` and pandas quote. With field=None they are only checked."""
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    reader = csv.reader(read_lines(path), delimiter=delimiter, strict=True)
+    columns, at, row = None, 0, 0
+    try:
+        for fields in filter(None, reader):  # a blank line is no row
+            where = f"row {row}, line {reader.line_num}"
+            if columns is None:
+                columns, at = fields, 0 if field is None else _column(field, fields)
+            elif len(fields) != len(columns):
+                raise ValueError(
+                    f"{where}: {len(fields)} fields for {len(columns)} columns ({', '.join(columns)}): {str(fields)[:100]}. "
+                    f"A text that has {delimiter!r} stands in quotes"
+                )
+            else:
+                yield where, fields[at]
+            row += 1
+    except csv.Error as error:
+        raise ValueError(f"row {row}, line {reader.line_num}: {error}") from error
+    if columns is None:
+        raise ValueError("it is empty, and has no header that names the columns")
+
+
+def parquet_rows(path: Path, field: str) -> Rows:
+    from pyarrow import ArrowException, parquet
+
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            _column(field, file.schema_arrow.names)
+            values = (value for batch in file.iter_batches(batch_size=1000, columns=[field]) for value in batch[field])
+            for row, value in enumerate(values, start=1):
+                yield f"row {row}", value.as_py()
+    except (ArrowException, UnicodeError) as error:
+        raise ValueError(f"row {row + 1}: {error}" if row else str(error)) from error
+
+
+def _column(field: str, columns: list[str]) -> int:
+    """The place of this column. Raises ValueError: it is not there, or twice."""
+    if (count := columns.count(field)) != 1:
+        there = f"is there {count} times" if count else "is missing"
+        raise ValueError(f"the column data.text_field={field} {there}; the columns are {', '.join(columns) or 'none'}")
+    return columns.index(field)
+
+
+ROWS: dict[str, Callable[[Path, str], Rows]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), json_rows),
+    **dict.fromkeys(CSV, csv_rows),
+    ".parquet": parquet_rows,
+}

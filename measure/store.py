@@ -1,0 +1,61 @@
+"""What a measurement finds, on disk while it runs: a line of JSON each, behind which `resume=auto` goes on.
+
+The first line says of what the others are: configurations, card, versions. `sum` of a line is the SHA-256 of it and of all
+lines before it, so that none can change, come twice or go unnoticed.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from configs import ConfigError, keys
+from configs.command_line import as_config_errors
+from measure.files import relative, replace_text
+from measure.tables import flat
+
+
+class Store:
+    """The lines of a file: those of an earlier process, if there are any, and those that `add` appends.
+
+    Raises:
+        ConfigError: they are of something else than `facts`, or not as they were written.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        self._path, self._text, self._sum = path, "", ""
+        self.lines: list[dict[str, Any]] = []
+        with as_config_errors():
+            found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        for number, text in enumerate(found.split("\n")[:-1], start=1):  # the last one was cut short by a crash, or is empty
+            with suppress(ValueError, TypeError, AttributeError):
+                line = json.loads(text)
+                line.pop("sum", None)
+                if self._append(line) == text:
+                    continue
+            raise ConfigError(
+                f"{relative(path)}: line {number} is not as it was written. Delete it and all after it, to remake them."
+            )
+        facts = flat(json.loads(json.dumps(facts)))
+        if not self.lines:
+            self._append(facts)
+        before = self.lines.pop(0)
+        if changed := [name for name in before | facts if before.get(name) != facts.get(name)]:
+            pairs = (f"{name}={keys.shown(facts.get(name))}, there {keys.shown(before.get(name))}" for name in changed[:4])
+            raise ConfigError(f"{relative(path)} is of something else: {'; '.join(pairs)}. Change it, or name another folder.")
+        replace_text(path, self._text)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Raises StorageError: the file can't be written."""
+        self._append(dict(line))
+        replace_text(self._path, self._text)
+
+    def _append(self, line: dict[str, Any]) -> str:
+        """The text of the line, which is then the last."""
+        self._sum = sha256((self._sum + json.dumps(line)).encode()).hexdigest()[:16]
+        text = json.dumps({"sum": self._sum} | line)
+        self._text += f"{text}\n"
+        self.lines.append(line)
+        return text

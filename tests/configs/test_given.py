@@ -1,0 +1,78 @@
+"""A key that a command gives and that does nothing there is refused, by what its declaration says of where it counts."""
+
+import re
+from operator import attrgetter
+
+import pytest
+
+import configs
+from ablation.variants import variants_of
+from configs import ConfigError, keys
+from study.arms import study_of
+from tests.runs import CPU
+
+# a command, in which the last key does nothing; how to make it count; what the message says of it
+IDLE = """
+norm.alpha=0.4  norm.kind=derf  with norm.kind=dyt or derf; here norm.kind=layernorm
+norm.kind=dyt norm.eps=1e-6  model.qk_norm=true model.qk_norm_kind=rmsnorm  with norm.kind=layernorm or rmsnorm, or
+model.dropout=0.1 norm.dropout_masks=shared  norm.impl=torch  with norm.impl=torch or compiled and model
+norm.impl=torch norm.dropout_masks=shared  model.dropout=0.1  with norm.impl=torch or compiled and model.dropout other
+model.rotary_base=500  model.positions=rotary  with model.positions=rotary; here model.positions=learned
+model.qk_norm_kind=rmsnorm  model.qk_norm=true  with model.qk_norm=true
+train.precision=fp32 model.residual_dtype=compute  train.precision=bf16  with train.precision other than fp32
+loss.impl=torch loss.chunks=4  loss.impl=fused  with loss.impl=fused
+data.text_field=body  data=text data.files=[a.csv]  with data.source=text or hub; here data.source=shakespeare
+data.files=[a.txt]  data=text  with data.source=text
+data.streaming=true  data=tinystories  with data.source=hub
+data=tinystories data.val_fraction=0.2  data.val_split=null  with data.val_split=null; here data.val_split=validation
+tokenizer=char tokenizer.vocab_size=500  tokenizer=bpe  with tokenizer.kind=bpe
+tokenizer.pretrained=a/b  tokenizer.kind=pretrained  with tokenizer.kind=pretrained
+optim.momentum=0.9  optim.kind=muon  with optim.kind=muon; here optim.kind=adamw
+optim.decay_fraction=0.1  optim.schedule=wsd  with optim.schedule=wsd; here optim.schedule=cosine
+optim.schedule=constant optim.min_lr=1e-5  optim.schedule=wsd  with optim.schedule=cosine or wsd
+train.compile_mode=default  train.compile=true  with train.compile=true and parallel other than fsdp
+sample.tokens=0 sample.prompt=a  sample.tokens=1  with sample.tokens other than 0
+sample.temperature=0 sample.top_k=5  sample.temperature=1  with sample.tokens other than 0 and sample.temperature other
+logging.wandb=offline logging.without_key=disabled  logging.wandb=online  with logging.wandb=null or online
+logging.wandb=disabled logging.tags=[a]  logging.wandb=offline  with logging.wandb other than disabled
+resume_with_changes=true  resume=auto  with resume other than never
+"""
+CASES = [re.split(" {2,}", line) for line in IDLE.splitlines() if line]
+
+
+@pytest.mark.parametrize(("idle", "remedy", "said"), CASES)
+def test_a_key_that_does_nothing_is_refused_where_it_is_given_and_taken_where_it_counts(idle, remedy, said):
+    *_, key = (text.partition("=")[0] for text in idle.split())
+    with pytest.raises(ConfigError, match=re.escape(f"{key} is read only {said}")):
+        configs.load(idle.split(), on=CPU)
+    counts = [*idle.split(), *remedy.split()]
+    assert not keys.unmet(key, configs.compose_only(counts))
+    configs.load(counts, on=CPU)
+
+
+def test_what_a_file_of_a_group_or_a_stored_config_sets_may_do_nothing_and_null_is_nothing():
+    assert configs.load(["model=olmo", "model.positions=learned"], on=CPU).model.rotary_base == 500_000
+    stored = configs.to_dict(configs.load(["optim.kind=muon", "optim.momentum=0.9"], on=CPU))
+    assert configs.from_dict(stored, ["optim.kind=adamw"]).optim.momentum == 0.9
+    configs.load(["optim.schedule=constant", "optim.min_lr=null", "sample.temperature=0", "sample.top_k=null"], on=CPU)
+
+
+def test_a_key_counts_if_it_does_in_one_arm_and_a_programs_own_keys_in_that_program_alone():
+    cpu = "device=cpu"
+    study = study_of([cpu, "norm.kind=rmsnorm,dyt", "norm.alpha=0.4"])
+    assert [arm.cfg.norm.alpha for arm in study.arms] == [0.4, 0.4]
+    variants_of([cpu, "norm.dropout_masks=shared", "model.dropout=0.0,0.1"])
+    variants_of([cpu, "ablate.switch=loss", "loss.chunks=4"])
+    for read, command in ((variants_of, "norm.alpha=1"), (variants_of, "compare.diverged=2"), (study_of, "ablate.cycles=9")):
+        with pytest.raises(ConfigError, match=f"{command.partition('=')[0]} is read only "):
+            read([cpu, command])
+    with pytest.raises(ConfigError, match=r"ablate\.cycles is read only by ablate\.py\. Leave it out\."):
+        configs.load(["ablate.cycles=12"], on=CPU)
+
+
+def test_where_a_key_counts_is_said_in_names_and_values_that_exist():
+    for name in keys.schema():
+        for other, _, values in (each for alternative in keys.conditions(name) for each in alternative):
+            for value in values:
+                cfg = configs.from_dict({}, [f"{other}={keys.shown(value)}"])
+                assert other != name and attrgetter(other)(cfg) == value

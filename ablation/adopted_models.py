@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,8 +141,7 @@ def results_of(
         floats: what the floats of the batch become; None: they stay.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if floats is not None:
-        batch = tree_map(lambda x: x.to(floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+    batch = tree_map(partial(_own_leaf, floats=floats), batch)
     device = device_of(model, batch)
     sites = {name: model.get_submodule(name) for name in norms}
     with _as_before(model, device), row_scales(sites, {} if rows is None else rows, autocast) as scales:
@@ -155,9 +155,7 @@ def results_of(
         with autocasting(device, autocast):
             output = call(model, batch)
             value = loss(output)
-    gradients: Any = [None] * len(parameters)
-    if parameters and value.requires_grad:
-        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    gradients = _gradients(value, [*parameters.values()])
     outputs = [t for t in float_tensors(output) if t.dim() > 0]
     found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
     found["loss"] = value.detach()
@@ -166,6 +164,27 @@ def results_of(
         found[f"gradient of {name}"] = torch.zeros_like(p) if g is None else g
     found |= {f"row scale of {name}": scale for name, scale in scales.items()}
     return {name: t for name, t in found.items() if t.numel()}  # an empty parameter has nothing to compare
+
+
+def _own_leaf(x: Any, floats: torch.dtype | None) -> Any:
+    """A tensor of a batch, without what gradients it has, or came from."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().to(floats or x.dtype).requires_grad_(x.requires_grad)
+
+
+def _gradients(value: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    """By backward, as reentrant checkpointing refuses torch.autograd.grad. Those that were there before are there again."""
+    before = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        if value.requires_grad:
+            value.backward()
+        return [p.grad for p in parameters]
+    finally:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
 
 
 @contextmanager

@@ -49,8 +49,8 @@ HEAD = """# What `adopt` fuses, model by model
 Written by `python -m ablation.adoption_table`, which adopts tiny models with random weights in one call each, without a layout
 ([adopting](adopt.md)).
 "Adds" are residual sums that a norm computes along in its kernel. "Sums" are residual sums that are one kernel together with
-the norm, scale or dropout of their branch. Parity: the outputs and all gradients in fp32 before and after, and a step in
-training.
+the norm, scale or dropout of their branch. "Rotary": attention modules that turn queries and keys in one kernel, with or
+without norms of them before. Parity: the outputs and all gradients in fp32 before and after, and a step in training.
 
 """
 
@@ -72,13 +72,20 @@ def main(names: list[str]) -> None:
             print(f"{name:40} not tried: {type(error).__name__}: {str(error)[:100]!r}", flush=True)
             continue
         rows.append((name, *_row(model, batch, expected)))
-        print("{:40} {:10} {:60} {}".format(*rows[-1]), flush=True)
-    good = sum(parity == "yes" and fused[:1].isdigit() for _, _, fused, parity in rows)
-    print(f"\n{good} of {len(rows)} models have fused sums and parity")
+        print("{:40} {:10} {:60} {:30} {}".format(*rows[-1]), flush=True)
+    good = [row for row in rows if row[-1] == "yes"]
+    sums = sum(fused[:1].isdigit() for _, _, fused, _, _ in good)
+    turn, one_kernel, norms = (sum(word in rotary for *_, rotary, _ in good) for word in (" of ", "one kernel", "norms"))
+    words = (
+        f"{sums} of {len(rows)} models have fused sums. {turn} turn queries and keys by a function that `adopt` finds: "
+        f"{one_kernel} of them in one kernel, {norms} of these with the norms before."
+    )
+    print(f"\n{words}")
     if not names:
-        lines = [f"| {' | '.join(row)} |" for row in [("model", "norms replaced", "one kernel each", "parity"), *rows]]
-        top = [f"{HEAD}{good} of {len(rows)} models have fused sums.\n", lines[0], "|---|---|---|---|"]
-        replace_text(TABLE, "\n".join([*top, *lines[1:], ""]))
+        lines = [
+            f"| {' | '.join(row)} |" for row in [("model", "norms replaced", "one kernel each", "rotary", "parity"), *rows]
+        ]
+        replace_text(TABLE, "\n".join([f"{HEAD}{words}\n", lines[0], "|---|---|---|---|---|", *lines[1:], ""]))
 
 
 def _of_timm(name: str) -> tuple[nn.Module, Any]:
@@ -140,8 +147,8 @@ def _shaken(model: nn.Module) -> nn.Module:
     return model
 
 
-def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str, str, str]:
-    """How many norms are replaced, what is fused, and whether that computes the same."""
+def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str, str, str, str]:
+    """How many norms are replaced, what is fused, of sums and of rotary positions, and whether that computes the same."""
     adopted = copy.deepcopy(model)
     try:
         found = adopt(adopted, verbose=False)
@@ -153,17 +160,27 @@ def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str
             _results(adopted, batch, seed=1)
     except Exception as error:
         traceback.print_exc()
-        return "", "", f"no: {type(error).__name__}: {str(error)[:200]}"
-    return f"{sum(site.fused for site in found.norms)} of {len(found.norms)}", _fused(found), parity
+        return "", "", "", f"no: {type(error).__name__}: {str(error)[:200]}"
+    return f"{sum(site.fused for site in found.norms)} of {len(found.norms)}", _fused(found), _rotary(found), parity
 
 
 def _fused(found: Adoption) -> str:
     trials = found.blocks.values()
     adds, sums = sum(len(trial.norms) for trial in trials), sum(len(trial.sums) for trial in trials)
     features = dict.fromkeys(f for trial in trials for norm in (*trial.norms.values(), *trial.sums) for f in norm)
-    counts = ", ".join(f"{count} {what}" for count, what in ((adds, "adds"), (sums, "sums")) if count) or "none"
+    counts = ", ".join(f"{count} {what}" for count, what in ((adds, "adds"), (sums, "sums")) if count)
+    counts = counts or ("none" if found.left else "none: no block with a replaced norm is found")
     why = f"; {len(found.left)} blocks left: {next(iter(found.left.values()))}" if found.left else ""
     return counts + (f", with {', '.join(features)}" if features else "") + why
+
+
+def _rotary(found: Adoption) -> str:
+    """In how many attention modules, or why in none; empty for a model without."""
+    fused = [what for _, what in found.rotary if what.endswith("in one kernel")]
+    if not fused:
+        return next((f"0 of {len(found.rotary)}: {what.partition('left alone: ')[2]}" for _, what in found.rotary), "")
+    norms = ", with norms" if all(" with " in what for what in fused) else ""
+    return f"{len(fused)} of {len(found.rotary)} in one kernel{norms}"
 
 
 def _compared(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:

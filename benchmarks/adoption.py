@@ -2,10 +2,12 @@
 
     pip install 'transformers>=5.20' liger-kernel
     python -m benchmarks.adoption            about 110M parameters each, random weights, 24 × 1024 tokens a step
+    python -m benchmarks.adoption --arm adopted "adopted, own rotary" Liger       these alone, beside the plain model
 
 A step is forward under autocast to bf16 with weights in fp32, as with `bf16=True` of Trainer, backward and a fused AdamW
 update. All arms of a model are in one process, in short blocks that alternate. Arms with "plain loss" have transformers' loss,
-so that the gain of prenorm's or Liger's loss is seen by itself. An arm whose first loss or gradient is not that of the plain
+so that the gain of prenorm's or Liger's loss is seen by itself; with "own rotary", queries and keys are turned and normed as
+they were. An arm whose first loss or gradient is not that of the plain
 model is an error, as is one whose library can't be imported.
 """
 
@@ -31,10 +33,10 @@ from measure.tables import NOTHING, aligned, interval_text, number
 from ops import adopt
 
 ADOPTED, ADOPTED_PLAIN, LIGER, LIGER_PLAIN = "adopted", "adopted, plain loss", "Liger", "Liger, plain loss"
-BOTH = "adopted, with Liger's MLP and rotary"
-ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, LIGER, LIGER_PLAIN, BOTH)
+OWN_ROTARY, BOTH = "adopted, own rotary", "adopted, with Liger's MLP"
+ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, OWN_ROTARY, LIGER, LIGER_PLAIN, BOTH)
 BASES = (TORCH, LIGER, LIGER_PLAIN)  # that others are compared with
-PLAIN_LOSS = {ADOPTED: ADOPTED_PLAIN, LIGER: LIGER_PLAIN}
+PARTS = {"loss": {ADOPTED: ADOPTED_PLAIN, LIGER: LIGER_PLAIN}, "rotary": {ADOPTED: OWN_ROTARY}}  # arms with and without it
 SAME = 0.02  # of the loss and the gradient's norm, relative: rounding to bf16 stays below
 WARM_UP, STEPS = 3, 2  # of each arm, and of a block that count
 _WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "tie_word_embeddings": True}
@@ -56,11 +58,12 @@ class Arm:
         if "Liger" in name:
             suffix = {"Gemma3": "gemma3_text"}.get(kind, kind.lower())
             apply = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{suffix}")
-            apply(model=self.model, rms_norm=name != BOTH, fused_linear_cross_entropy=name == LIGER)
+            ours = {"rms_norm": False, "rope": False} if name == BOTH else {}
+            apply(model=self.model, fused_linear_cross_entropy=name == LIGER, **ours)
         self.modeling, self.rotary = modeling, modeling.apply_rotary_pos_emb
         vars(modeling).update(before)
         if "adopted" in name:
-            adopt(self.model, loss=name != ADOPTED_PLAIN, verbose=False)
+            adopt(self.model, rotary=name != OWN_ROTARY, loss=name != ADOPTED_PLAIN, verbose=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def backward(self, tokens: Tensor) -> Tensor:
@@ -94,6 +97,7 @@ class Arm:
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser("adoption", __doc__, rounds=LEAST_SAMPLES)
     parser.add_argument("--model", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="(all)")
+    parser.add_argument("--arm", nargs="+", choices=ARMS, default=ARMS, metavar="NAME", help=f"of {', '.join(ARMS)} (all)")
     return command.parse(parser, argv)
 
 
@@ -102,12 +106,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     libraries = [name for name in ("transformers", "liger-kernel") if find_spec(name.replace("-", "_"))]
     results = command.open_results(options, (), {name: version(name) for name in libraries})
     for kind in options.model:
-        results.add(records := measure(kind, options.device, options.rounds))
+        arms = [name for name in ARMS if name in (TORCH, AGAIN, *options.arm)]
+        results.add(records := measure(kind, options.device, options.rounds, arms))
         print(f"\n{summary(records)}", flush=True)
     results.finish()
 
 
-def measure(kind: str, device: torch.device, rounds: int) -> list[Record]:
+def measure(kind: str, device: torch.device, rounds: int, names: Sequence[str] = ARMS) -> list[Record]:
     """A record for each arm, with its speed-up over others; or with an error."""
     vocabulary, shape, sizes = (32768, (24, 1024), {}) if device.type == "cuda" else (256, (2, 32), TINY)
     modeling: Any = import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
@@ -119,7 +124,7 @@ def measure(kind: str, device: torch.device, rounds: int) -> list[Record]:
     cell: Record = {"model": kind, "parameters": sum(p.numel() for p in plain.parameters()), "weights": "fp32"}
     cell |= {"vocabulary": vocabulary, "tokens": tokens.numel()}
 
-    records: dict[str, Record] = {name: cell | {"arm": name} for name in ARMS}
+    records: dict[str, Record] = {name: cell | {"arm": name} for name in names}
     arms: dict[str, Arm] = {}
     rotary = modeling.apply_rotary_pos_emb
     try:
@@ -138,7 +143,8 @@ def measure(kind: str, device: torch.device, rounds: int) -> list[Record]:
     for name in arms:
         times = spread(cycle_times(blocks[name]))
         records[name] |= {"ms": round(times.median, 3), "p10": round(times.p10, 3), "p90": round(times.p90, 3)}
-        for base in [base for base in (*BASES, PLAIN_LOSS.get(name)) if base in arms and base != name]:
+        without = [part[name] for part in PARTS.values() if name in part]
+        for base in [base for base in dict.fromkeys((*BASES, *without)) if base in arms and base != name]:
             ratio = compare_blocks(blocks[base], blocks[name]).speedup
             records[name][f"over {base}"] = [round(value, 4) for value in (ratio.median, ratio.low, ratio.high)]
     return list(records.values())
@@ -152,19 +158,21 @@ def check(record: Record, plain: Record) -> None:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """A table, what of the gain is the loss, and which arms failed."""
+    """A table, what of the gain is the loss and what the rotary positions, and which arms failed."""
     cell = "{model}, {parameters:,} parameters in {weights}, {tokens} tokens a step".format(**records[0])
-    header = [cell, "ms", "GiB a step", *(f"× as fast as {base}" for base in BASES)]
-    rows, loss, failed = [], [], []
+    bases = [base for base in BASES if any(record["arm"] == base for record in records)]
+    header = [cell, "ms", "GiB a step", *(f"× as fast as {base}" for base in bases)]
+    rows, alone, failed = [], [], []
     for record in records:
         if "error" in record:
             failed.append(f"failed: {record['arm']}: {record['error']}")
             continue
         arm, memory = record["arm"], record.get("peak_gb", NOTHING)
-        rows.append([arm, number(record["ms"]), memory, *(over(record, base) for base in BASES)])
-        if f"over {PLAIN_LOSS.get(arm)}" in record:
-            loss.append(f"The loss alone: {arm} is {over(record, PLAIN_LOSS[arm])} × as fast as with the plain loss")
-    return "\n".join([aligned(header, rows), *loss, *failed])
+        rows.append([arm, number(record["ms"]), memory, *(over(record, base) for base in bases)])
+        for part, without in PARTS.items():
+            if f"over {without.get(arm)}" in record:
+                alone.append(f"The {part} alone: {arm} is {over(record, without[arm])} × as fast as without")
+    return "\n".join([aligned(header, rows), *alone, *failed])
 
 
 def over(record: Record, base: str) -> str:

@@ -10,8 +10,10 @@ from .adopt import (
     fuse_prenorm_block,
     replace_loss,
     replace_norms,
+    replace_rotary,
     restore_loss,
     restore_norms,
+    restore_rotary,
 )  # fmt: skip
 from .cross_entropy import cross_entropy_fn, linear_cross_entropy_fn
 from .dropout import dropout_mask, seeded_dropout
@@ -43,8 +45,10 @@ __all__ = [
     "norm_fn",
     "replace_loss",
     "replace_norms",
+    "replace_rotary",
     "restore_loss",
     "restore_norms",
+    "restore_rotary",
     "rms_norm_fn",
     "rotary_qk_fn",
     "rotary_qkv_fn",

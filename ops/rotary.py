@@ -44,7 +44,9 @@ def rotary_qkv_fn(
     Args:
         qkv: [..., T, (heads + 2·kv_heads)·D]: of each token the queries, the keys, the values, head by head. D is even. bf16,
             fp16 or fp32; fp64 too where the PyTorch reference runs. Tokens may lie apart.
-        cos, sin: [P, R/2] with R ≤ D, of the angles of positions 0 … P−1. None: nothing is turned. They get no gradient.
+        cos, sin: [P, R/2] with R ≤ D, of the angles of positions 0 … P−1; or, without positions, [..., T, R/2] of the angles
+            of each token, where the dimensions before T are those of the tokens or all 1. Views are read where they lie. None:
+            nothing is turned. They get no gradient.
         heads, kv_heads: kv_heads divides heads (grouped-query attention); None: as heads.
         positions: int64 or int32, the row of the tables for each token: [..., T], or a shape that expands to it. None: 0 … T−1.
             A position that the tables do not have, below 0 too, turns its features into NaN: nothing waits for the device.
@@ -147,9 +149,13 @@ def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.
             checks.check_operand(name, argument, t, x, (torch.int64, torch.int32) if argument == "positions" else accepted, of)
     if cos is not None and sin is not None:
         rows = tokens[-1] if positions is None else 1
-        if cos.dim() != 2 or cos.shape[0] < rows or not 1 <= cos.shape[1] <= D // 2 or sin.shape != cos.shape:
+        fits = cos.dim() == 2 and cos.shape[0] >= rows
+        if cos.dim() > 2 and positions is None:  # of each token
+            fits = cos.shape[:-1] == tokens or cos.shape[:-1] == (*[1] * (len(tokens) - 1), tokens[-1])
+        if not fits or not 1 <= cos.shape[-1] <= D // 2 or sin.shape != cos.shape:
             shapes = f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}"
-            raise ValueError(f"{name}: {shapes}, expected ({rows} or more, R/2) for both, with R/2 from 1 to {D // 2}")
+            each = "" if positions is not None else f" or (…, {rows}, R/2) of each token,"
+            raise ValueError(f"{name}: {shapes}, expected ({rows} or more, R/2) for both,{each} with R/2 from 1 to {D // 2}")
         checks.check_dtype(name, "sin", sin, (cos.dtype,))
         if cos.requires_grad or sin.requires_grad:
             raise ValueError(f"{name}: cos and sin get no gradient; detach them")
@@ -182,12 +188,12 @@ def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     parts = options.heads, options.kv_heads, options.kv_heads
     q, k, *values = (x, k) if k is not None else x.unflatten(-1, (sum(parts), -1)).split(parts, dim=-2)
     if cos is not None and sin is not None:
-        if positions is None:
-            cos, sin = cos[: q.shape[-3]], sin[: q.shape[-3]]
-        else:
+        if positions is not None:
             there = (positions >= 0) & (positions < len(cos))
             rows = positions.long().where(there, 0)
             cos, sin = cos[rows].masked_fill(~there[..., None], torch.nan), sin[rows]
+        elif cos.dim() == 2:
+            cos, sin = cos[: q.shape[-3]], sin[: q.shape[-3]]
     q, k = (_turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)))
     return q, k, *values
 

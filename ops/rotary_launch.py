@@ -4,7 +4,7 @@ What is compiled follows from options, dtypes, the features of a head and distan
 tokens and sequences there are decides only how many programs start.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd, prod
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 def work_of(D: int, inputs: Inputs) -> Work:
-    R = 0 if inputs.cos is None else 2 * inputs.cos.shape[1]
+    R = 0 if inputs.cos is None else 2 * inputs.cos.shape[-1]
     for t in inputs[5:]:
         if t is not None:  # weights and biases are all by head, or none is
             return Work(D, R, t.dim() == 2)
@@ -81,26 +81,26 @@ def forward_call(
     @lru_cache(maxsize=64)
     def compiled(layout: Layout) -> tuple[Launcher, Variant]:
         how = _variant(options, work, tile, dtypes[0], device, layout, PACKED=dtypes[1] is None)
-        return _launcher(kernels.rotary_forward_kernel, ForwardPointers, ("x", "k"), tile, device), how
+        return _launcher(kernels.rotary_forward_kernel, ForwardPointers, ("x", "k", "cos", "sin"), tile, device), how
 
     @lru_cache(maxsize=256)
-    def geometry(where: tuple, table_rows: int) -> tuple[Any, ...]:
+    def geometry(where: tuple, angles: tuple | None) -> tuple[Any, ...]:
         (x, _), k = where
         shapes = output_shapes(x, None if k is None else k[0], options)
-        B, T, layout, strides = _laid_out(where, len(shapes[0]) - 3, work.D, options.heads)
+        B, T, layout, strides = _laid_out(where, angles, len(shapes[0]) - 3, work.D, options.heads)
         start, how = compiled(layout)
         q_tiles, k_tiles = q_parts * B * -(-T * q_shared // rows_of_tile), k_parts * B * -(-T * k_shared // rows_of_tile)
-        return *shapes, start, q_tiles + k_tiles, (T, q_tiles, table_rows, options.eps, *strides, how)
+        return *shapes, start, q_tiles + k_tiles, (T, q_tiles, _table_rows(angles), options.eps, *strides, how)
 
     def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        x, k, cos, *small = inputs
+        x, k, cos, sin, *small = inputs
         if x.numel() == 0:  # whose strides say nothing
             q_shape, k_shape = output_shapes(x.shape, None if k is None else k.shape, options)
             return x.new_empty(q_shape), x.new_empty(k_shape)
-        rows, found = _found(geometry, (x, k), cos)
+        rows, angles, found = _found(geometry, (x, k), (cos, sin))
         q_shape, k_shape, start, programs, numbers = found
         outputs = x.new_empty(q_shape), x.new_empty(k_shape)
-        start(programs, (*rows, cos, *small, *outputs), *numbers)
+        start(programs, (*rows, *angles, *small, *outputs), *numbers)
         return outputs
 
     return run
@@ -133,21 +133,21 @@ def backward_call(
     def compiled(layout: Layout) -> tuple[Launcher, Launcher, Variant]:
         more = {"PACKED": packed, "STAGES": tile.stages, "WANTED": sums}
         how = _variant(options, work, tile, dtypes[0], device, layout, **more)
-        strided = ("dq", "dk", "dv", "x", "k")
+        strided = ("dq", "dk", "dv", "x", "k", "cos", "sin")
         start = _launcher(kernels.rotary_backward_kernel, BackwardPointers, strided, tile, device)
         blocks = -(-work.D // block)
         return start, _launcher(kernels.finish_rotary_weights_kernel, WeightGradients, (), Tile(0, 4), device, blocks), how
 
     @lru_cache(maxsize=256)
-    def geometry(where: tuple, table_rows: int) -> tuple[Any, ...]:
-        B, T, layout, strides = _laid_out(where, len(where[0][0]) - 3, work.D, options.heads)
+    def geometry(where: tuple, angles: tuple | None) -> tuple[Any, ...]:
+        B, T, layout, strides = _laid_out(where, angles, len(where[0][0]) - 3, work.D, options.heads)
         start, finish, how = compiled(layout)
         q_programs, k_programs = B * -(-T * q_shared // rows_of_tile), B * -(-T * k_shared // rows_of_tile)
         if most_programs:
             # As many for each part as its share of the tiles, so that all end at the same time.
             share = most_programs / max(1, q_parts * q_programs + k_parts * k_programs)
             q_programs, k_programs = [min(n, max(1, round(n * share))) for n in (q_programs, k_programs)]
-        numbers = (B, T, q_programs, k_programs, table_rows, options.eps, *strides, how)
+        numbers = (B, T, q_programs, k_programs, _table_rows(angles), options.eps, *strides, how)
         programs = q_parts * q_programs + k_parts * k_programs
         return start, programs, numbers, finish, (q_programs, k_programs, 256, block, how)
 
@@ -156,12 +156,12 @@ def backward_call(
         gradients = empty_gradients(upstream, inputs, options, wanted)
         if upstream.dq.numel() == 0:
             return [gradient.zero_() for gradient in gradients]  # those of weights have elements
-        rows, found = _found(geometry, (*upstream, x, k), cos)
+        rows, angles, found = _found(geometry, (*upstream, x, k), (cos, sin))
         start, programs, numbers, finish, finish_numbers = found
         dx, *others = gradients
         dk_in = None if packed else others.pop(0)
         partials = dx.new_empty(programs * sums_D, dtype=torch.float32) if sums_D else None
-        start(programs, (*rows, cos, sin, positions, q_weight, k_weight, dx, dk_in, partials), *numbers)
+        start(programs, (*rows, *angles, positions, q_weight, k_weight, dx, dk_in, partials), *numbers)
         if partials is not None:
             weights = [others.pop(0) if wants else None for wants in wanted]
             finish(sums_parts, (partials, *weights), *finish_numbers)
@@ -195,27 +195,37 @@ class Layout(NamedTuple):
     unit: int  # a power of two up to 16 that divides those of sequences and tokens. Triton would see whether 16 divides them
     head_strides: tuple[int, ...]
     wide: tuple[int, ...]  # the others, where one takes more than 32 bits
+    own_angles: bool  # each sequence has angles of its own
+    angle_strides: tuple[int, int]  # from the angles of a token to those of the next, and from a pair's to the next pair's
 
 
-def _found(geometry: Callable[..., tuple], rows: tuple[Tensor | None, ...], cos: Tensor | None) -> tuple[tuple, tuple]:
-    """The tensors with rows, made contiguous where no three numbers tell where their rows lie, and what follows from that."""
-    table_rows = 0 if cos is None else cos.shape[0]
+def _found(
+    geometry: Callable[..., tuple], rows: tuple[Tensor | None, ...], angles: tuple[Tensor | None, ...]
+) -> tuple[tuple, tuple, tuple]:
+    """The tensors with rows, and cos and sin, made contiguous where no few numbers tell where their rows lie; and what follows
+    from that."""
+    cos, sin = angles
+    if cos is not None and sin is not None and cos.stride() != sin.stride():
+        angles = tuple([t.clone(memory_format=torch.contiguous_format) for t in (cos, sin)])
+    *where, at, _ = [None if t is None else (t.shape, t.stride()) for t in (*rows, *angles)]
     try:
-        return rows, geometry(tuple([None if t is None else (t.shape, t.stride()) for t in rows]), table_rows)
+        return rows, angles, geometry(tuple(where), at)
     except Irregular:
-        return _found(geometry, tuple([None if t is None else t.contiguous() for t in rows]), cos)
+        return _found(geometry, *[tuple([None if t is None else t.contiguous() for t in some]) for some in (rows, angles)])
 
 
 class Irregular(Exception):
     pass
 
 
-def _laid_out(where: tuple, tokens: int, D: int, heads: int) -> tuple[int, int, Layout, list[int]]:
+def _laid_out(
+    where: tuple, angles: tuple | None, tokens: int, D: int, heads: int
+) -> tuple[int, int, Layout, list[int]]:  # fmt: skip
     """Of tensors: sequences, tokens in each, the layout of their rows, and the distances of sequences and tokens, over
     `Layout.unit`, zeros for an absent tensor.
 
-    where: shapes and strides, or None. tokens: the dimension of tokens, behind which a tensor has heads and features, or both
-    side by side in one dimension.
+    where: shapes and strides, or None; angles: of cos. tokens: the dimension of tokens, behind which a tensor has heads and
+    features, or both side by side in one dimension.
 
     Raises:
         Irregular: no such numbers tell where the rows lie.
@@ -226,10 +236,9 @@ def _laid_out(where: tuple, tokens: int, D: int, heads: int) -> tuple[int, int, 
         batch = token = head = 0
         if at is not None:
             shape, strides = at
-            leading = [(n, stride) for n, stride in zip(shape[:tokens], strides[:tokens], strict=True) if n != 1]
-            if strides[-1] != 1 or any(outer != n * inner for (_, outer), (n, inner) in pairwise(leading)):
+            if strides[-1] != 1:
                 raise Irregular
-            batch = leading[-1][1] if leading else 0
+            batch = _distance(shape[:tokens], strides[:tokens])
             token = strides[tokens] if shape[tokens] != 1 else 0
             head = strides[-2] if len(shape) == tokens + 3 else D
         all_strides += batch, token
@@ -239,7 +248,29 @@ def _laid_out(where: tuple, tokens: int, D: int, heads: int) -> tuple[int, int, 
         raise ValueError(f"rotary: {T} tokens in a sequence times {heads} heads, accepted: less than {MOST_ROWS}")
     unit = gcd(16, *all_strides)
     strides = [stride // unit for stride in all_strides]
-    return B, T, Layout(unit, tuple(head_strides), tuple(strides) if max(strides) >= 2**31 else ()), strides
+    wide = tuple(strides) if max(strides) >= 2**31 else ()
+    return B, T, Layout(unit, tuple(head_strides), wide, *_angles_laid_out(angles)), strides
+
+
+def _angles_laid_out(angles: tuple | None) -> tuple[bool, tuple[int, int]]:
+    if angles is None:
+        return False, (0, 0)
+    shape, strides = angles
+    # Where there is but one token, the distance to the next is what it would be: it compiles nothing of its own.
+    token = _distance(shape[:-1], strides[:-1]) or strides[-2]
+    return prod(shape[:-2]) != 1, (token, strides[-1] if shape[-1] != 1 else 1)
+
+
+def _distance(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Between neighbours in all these dimensions taken as one; 0 if there are none."""
+    there = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n != 1]
+    if any(outer != n * inner for (_, outer), (n, inner) in pairwise(there)):
+        raise Irregular
+    return there[-1][1] if there else 0
+
+
+def _table_rows(angles: tuple | None) -> int:
+    return 0 if angles is None else angles[0][0]
 
 
 def _variant(
@@ -260,6 +291,8 @@ def _variant(
         VECTOR=gcd(16 // dtype.itemsize, work.D // 2, work.R // 2),
         UNIT=layout.unit,
         HEAD_STRIDES=layout.head_strides,
+        OWN_ANGLES=layout.own_angles,
+        ANGLE_STRIDES=layout.angle_strides,
         EARLY_START=device_facts(device).since_sm_90,
         **more,
     )

@@ -20,7 +20,7 @@ from .torch_state import apply_of, below_autograd, has_tangents, is_eager
 class Inputs(NamedTuple):
     x: Tensor  # [..., T, heads, D], or [..., T, (heads + 2 · kv_heads) · D] with keys and values in it
     k: Tensor | None  # [..., T, kv_heads, D]; None where they lie in x
-    cos: Tensor | None  # [positions, R/2]
+    cos: Tensor | None  # [positions, R/2]; or [..., T, R/2], where the dimensions before T may all be 1
     sin: Tensor | None
     positions: Tensor | None  # [..., T]
     q_weight: Tensor | None  # [D] or [heads, D]

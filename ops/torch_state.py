@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
+# Without it, norms of queries and keys run by themselves.
+_has_any_global_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
 # Without it, autograd records a kernel's operators once more, in a Function's forward, where it records nothing.
 _AutoDispatchBelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
 # Without it, torch.func differentiates the operators by their registered formulas.
@@ -125,6 +127,12 @@ def options_of_mode(mode: str) -> dict[str, Any]:
     from torch._inductor import list_mode_options  # takes seconds to import, so only a program that compiles does it
 
     return list_mode_options(mode)
+
+
+def runs_forward_alone(module: torch.nn.Module) -> bool:
+    """Whether a call of it is a call of its forward: nothing hooks it."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not any(hooks) and "forward" not in module.__dict__ and not _has_any_global_hook()
 
 
 def register_container(kind: type, fields: list[str]) -> None:

@@ -1,9 +1,10 @@
 """The fused operators in models that exist. `whole` adopts a model in one call, or one stack of blocks; `norms` puts norms in
-place of the model's own, and `loss` replaces the loss of a transformers model."""
+place of the model's own, `rotary` the rotary positions of attention, and `loss` the loss of a transformers model."""
 
 from .lazy import Pending
 from .loss import replace_loss, restore_loss
 from .norms import replace_norms, restore_norms
+from .rotary import replace_rotary, restore_rotary
 from .whole import Adoption, adopt, fuse_prenorm_block
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "fuse_prenorm_block",
     "replace_loss",
     "replace_norms",
+    "replace_rotary",
     "restore_loss",
     "restore_norms",
+    "restore_rotary",
 ]

@@ -7,6 +7,7 @@ A causal language model of transformers computes its loss by `model.loss_functio
 that may be set. What stands there is tried on a few logits: only a loss that computes what ours does is replaced.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -64,14 +65,15 @@ def replace_loss(model: nn.Module, *, in_place: bool = False, verbose: bool = Tr
         A line that says what was replaced.
 
     Raises:
-        ValueError: model has no loss_function, or one that computes something else than the mean cross-entropy of next tokens.
+        ValueError: model calls no loss_function, or one that is not the mean cross-entropy of next tokens.
     """
-    name, found = type(model).__name__, getattr(model, "loss_function", None)
-    if not callable(found):
+    name = type(model).__name__
+    if not calls_loss(model):
         raise ValueError(
-            f"replace_loss: {name} has no loss_function, as transformers' models with a language-model head have; call "
+            f"replace_loss: {name} calls no loss_function, as transformers' models with a language-model head do; call "
             "cross_entropy_fn where it computes its loss"
         )
+    found: Any = model.loss_function
     loss = found if isinstance(found, FusedCausalLoss) else FusedCausalLoss(found)
     if loss is not found:
         if problem := _difference(found, loss):
@@ -82,6 +84,13 @@ def replace_loss(model: nn.Module, *, in_place: bool = False, verbose: bool = Tr
     line = f"{name}.loss_function: {was} fused cross-entropy{', in place' if in_place else ''}"
     print(f"{line}\n" * verbose, end="")
     return line
+
+
+def calls_loss(model: nn.Module) -> bool:
+    """Whether a forward of its class calls `self.loss_function`, which every model of transformers has."""
+    forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
+    called = any("loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ()) for forward in forwards)
+    return called and callable(getattr(model, "loss_function", None))
 
 
 def restore_loss(model: nn.Module, *, verbose: bool = True) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from .hooks import BlockHooks, is_fused, settle_arguments, settle_output
-from .loss import replace_loss, restore_loss
+from .loss import calls_loss, replace_loss, restore_loss
 from .norms import AdoptedNorm, Site, replace_norms, restore, restore_norms
+from .rotary import replace_rotary, restore_rotary
 from .trial import Trial, try_block
 
 
@@ -27,11 +28,13 @@ class Adoption:
     norms: list[Site]
     blocks: dict[str, Trial] = field(default_factory=dict)  # by the block's name in the model
     left: dict[str, str] = field(default_factory=dict)  # blocks that stay as they are, and why
+    rotary: list[tuple[str, str]] = field(default_factory=list)  # names of attention modules, and what was done there
     loss: str = ""
     functions: list[str] = field(default_factory=list)  # norms that are calls in a forward, which stay as they are
 
     def undo(self) -> None:
         """Gives the model back its own norms, sums and loss; its parameters keep their values."""
+        restore_rotary(self.model)
         restore_norms(self.model, verbose=False)
         restore_loss(self.model, verbose=False)
 
@@ -47,13 +50,17 @@ class Adoption:
         ]
         for name, why in self.left.items():
             lines.append((name, f"{type(self.model.get_submodule(name)).__name__}, sums left alone: {why}"))
-        return "\n".join([*_grouped(lines), *filter(None, [self.loss]), *self.functions]) or "nothing in it is a norm"
+        return (
+            "\n".join([*_grouped(lines + self.rotary), *filter(None, [self.loss]), *self.functions])
+            or "nothing in it is a norm"
+        )
 
 
 def adopt(
     model: nn.Module,
     *,
     blocks: bool = True,
+    rotary: bool = True,
     loss: bool = True,
     only: Callable[[str, nn.Module], bool] | None = None,
     verbose: bool = True,
@@ -68,8 +75,9 @@ def adopt(
     Args:
         model: any module; on any device, on meta too. Before DDP, FSDP or torch.compile are put around it.
         blocks: also compute the sums of its blocks in the norms.
-        loss: also replace `loss_function`, if it is that of transformers' causal language models.
-        only: a function of each norm's and block's name and module; what it returns False for is left alone.
+        rotary: also turn queries and keys in one kernel, with the norms before (`replace_rotary`).
+        loss: also replace `loss_function`, if its forward calls one that is that of transformers' causal language models.
+        only: a function of the name and module of each norm, block and attention; what it returns False for is left alone.
         verbose: print the table.
 
     Returns:
@@ -91,7 +99,8 @@ def adopt(
         holds = any(block.startswith(f"{name}." if name else "") for block in found.blocks)
         if holds and name not in found.blocks and settle_output not in module._forward_hooks.values():
             module.register_forward_hook(settle_output, prepend=True)
-    if loss and callable(getattr(model, "loss_function", None)):
+    found.rotary = replace_rotary(model, only=only) if rotary else []
+    if loss and calls_loss(model):
         try:
             found.loss = replace_loss(model, verbose=False)
         except ValueError as error:

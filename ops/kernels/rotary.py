@@ -47,6 +47,8 @@ class Variant(Constants):
     VECTOR: int  # neighbouring features in a thread
     UNIT: int  # a power of two that divides all strides, which come divided by it
     HEAD_STRIDES: tuple[int, ...]  # elements from a head to the next: of x and k; in backward of dq, dk, dv, x and k
+    OWN_ANGLES: bool  # each sequence has rows of cos and sin of its own, T of them
+    ANGLE_STRIDES: tuple[int, int]  # in cos and sin, from a row to the next and from a pair to the next
     STAGES: int = 1  # tiles in flight in backward, the one at work included
     EARLY_START: bool = False  # programmatic dependent launch: the kernel waits for the one before by itself
     WANTED: tuple[bool, bool] = (False, False)  # whether backward sums up gradients of weights, and of biases
@@ -57,7 +59,7 @@ class ForwardPointers(NamedTuple):
 
     x: tl.tensor  # queries; or queries, keys and values side by side
     k: tl.tensor  # keys; None where they lie in x
-    cos: tl.tensor  # [positions, R/2]
+    cos: tl.tensor  # [positions, R/2], or [B · T, R/2] where sequences have their own
     sin: tl.tensor
     positions: tl.tensor  # [B, T]; None: 0 … T-1
     q_weight: tl.tensor  # [D], or [heads, D]
@@ -493,14 +495,17 @@ def load_angles(p, rows, T, table_rows, HOW: tl.constexpr):
         if HOW.R // 2 != HOW.BLOCK:
             m = m & (j < HOW.R // 2)
         if p.positions is None:
-            o = rows.tokens[:, None] * (HOW.R // 2) + j
+            o_row = rows.tokens
+            if HOW.OWN_ANGLES:
+                o_row += rows.sequence * T
+            o = o_row[:, None] * HOW.ANGLE_STRIDES[0] + j * HOW.ANGLE_STRIDES[1]
             b_cos = widen(tl.load(p.cos + o, mask=m, other=1.0))
             b_sin = widen(tl.load(p.sin + o, mask=m, other=0.0))
         else:
             o_token = rows.sequence * T + rows.tokens
             position = tl.load(p.positions + o_token[:, None], mask=rows.m, other=0).to(tl.int64)
             m_there = (position >= 0) & (position < table_rows)
-            o = position * (HOW.R // 2) + j
+            o = position * HOW.ANGLE_STRIDES[0] + j * HOW.ANGLE_STRIDES[1]
             b_cos = widen(tl.load(p.cos + o, mask=m & m_there, other=1.0))
             b_sin = widen(tl.load(p.sin + o, mask=m & m_there, other=0.0))
             b_cos = tl.where(m_there, b_cos, float("nan"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ops
 from ablation.adopted_models import default_loss, norms_of, reordered_copy
@@ -41,6 +42,17 @@ class Net(nn.Module):
 class ByDtype(Net):
     def forward(self, x):
         return super().forward(x) * (-1 if x.dtype is torch.float64 else 1)
+
+
+class Fp32Alone(Net):
+    def forward(self, x):
+        assert x.dtype is FP32, "fp32 alone"
+        return super().forward(x)
+
+
+class Reentrant(Net):
+    def forward(self, x):
+        return self.final(x + checkpoint(self.layers, x, use_reentrant=True))
 
 
 @pytest.fixture
@@ -107,6 +119,18 @@ def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_e
         check_parity(model := ByDtype(), adopted(model), X)
     with pytest.raises(ValueError, match=r"the gradients of model_a are \S+ away from those of its copy"):
         check_parity(model := Net(), adopted(model), X, loss=lambda y: (y.sin() if y.dtype is FP32 else y.square()).mean())
+
+
+@pytest.mark.parametrize("kind", [Fp32Alone, Reentrant])
+def test_models_that_refuse_fp64_or_gradients_of_parts_are_compared_all_the_same(kind):
+    torch.manual_seed(0)
+    model, x = kind(), X.clone().requires_grad_()
+    check = check_parity(model, adopted(model), x)
+    assert check.holds and "gradient of layers.0.weight" in {row.name for row in check.rows} and x.grad is None, check
+    in_fp32 = "The reference is in fp32 too: in fp64, a copy of model_a raised AssertionError: fp32 alone"
+    assert (in_fp32 in check.verdict) == (kind is Fp32Alone)
+    for change in (wrong_eps, lost_weight_gradient):
+        assert not check_parity(model, with_norms(model, change), x).holds, change
 
 
 def test_the_copy_whose_norms_sum_in_another_order_differs_by_rounding_alone():

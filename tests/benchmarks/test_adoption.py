@@ -16,10 +16,10 @@ def test_arms_compute_the_same_losses_and_one_that_fails_is_told_beside_the_othe
     monkeypatch.setattr(command, "SCRATCH", tmp_path)
     adopt = adoption.adopt
 
-    def broken(model, loss, verbose):
+    def broken(model, loss, **how):
         if loss:
             model.model.norm.weight.data.mul_(2)
-        return adopt(model, loss=loss, verbose=verbose)
+        return adopt(model, loss=loss, **how)
 
     monkeypatch.setattr(adoption, "adopt", broken)
     adoption.main(["--device", "cpu", "--model", "Llama"])

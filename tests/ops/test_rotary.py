@@ -221,6 +221,34 @@ def test_positions_may_be_the_same_for_all_sequences_and_others_give_nan(device)
         assert q.isnan().all(-1).all(-1)[0].tolist() == [False, True, False, False, True]
 
 
+ANGLES = {
+    "of each token": lambda t: t,
+    "the first half of a row": lambda t: torch.cat((t, t.neg()), -1)[..., : t.shape[-1]],
+    "every other one of a row": lambda t: torch.stack((t, t.neg()), -1)[..., 0],
+    "tokens before sequences": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "shared": lambda t: torch.cat((t, t.neg()), -1)[:1, :, : t.shape[-1]],
+    "a table of the first half of rows": lambda t: torch.cat((t[0], t[0].neg()), -1)[:, : t.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("layout", ANGLES)
+def test_angles_of_each_token_are_read_where_they_lie(layout, device):
+    case = Case(D=20, part=0.6, positions=True, interleaved="every other" in layout, packed=False)
+    tensors = inputs(case, device)
+    rows = tensors.pop("positions")
+    if layout in ("expanded", "shared") or "table" in layout:
+        rows = rows[:1].expand(rows.shape)
+    expected = results(call, case, tensors | {"positions": rows})
+    angles = {name: ANGLES[layout](tensors[name][rows]) for name in ("cos", "sin")}
+    if "expanded" in layout:
+        angles["sin"] = angles["sin"].contiguous()  # unlike cos
+    found = results(call, case, tensors | angles)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    with mock.patch.object(rotary, "runs_kernels", return_value=False):
+        check(results(call, case, tensors | angles), case, tensors | {"positions": rows})
+
+
 @pytest.mark.parametrize(("tokens", "packed"), [((0, 5), True), ((2, 0), False), ((3, 0, 5), True)])
 def test_no_tokens_give_empty_outputs_and_zero_weight_gradients(tokens, packed, device):
     case = Case("layernorm", bias=True, tokens=tokens, packed=packed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ops import replace_loss, restore_loss
+from ops import adopt, replace_loss, restore_loss
 from ops.adopt.loss import FusedCausalLoss
 
 transformers = pytest.importorskip("transformers")
@@ -65,5 +65,24 @@ def test_another_loss_is_left_alone(model):
     with pytest.raises(ValueError, match="computes something else than the mean cross-entropy of next tokens; left alone"):
         replace_loss(model)
     assert model.loss_function is kept
-    with pytest.raises(ValueError, match="Linear has no loss_function"):
-        replace_loss(nn.Linear(2, 2))
+
+
+def test_models_that_call_none_get_no_line():
+    """Each has one: it is an attribute of all models of transformers."""
+    alone = {"blocks": False, "rotary": False, "verbose": False}
+    llama = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    without = [
+        transformers.LlamaModel(transformers.LlamaConfig(**llama)),
+        transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=8, d_model=8, num_layers=1, num_heads=2, d_ff=8)
+        ),
+        nn.Linear(2, 2),
+    ]
+    for model in without:
+        with pytest.raises(ValueError, match=f"{type(model).__name__} calls no loss_function"):
+            replace_loss(model)
+        assert adopt(model, **alone).loss == ""
+    own = type(
+        "Own", (transformers.LlamaForCausalLM,), {"forward": lambda self, *x, **y: super(type(self), self).forward(*x, **y)}
+    )
+    assert "fused cross-entropy" in adopt(own(transformers.LlamaConfig(**llama)), **alone).loss

@@ -1,0 +1,159 @@
+"""Attention as transformers writes it, with rotary positions of queries and keys, and the norms before them, in one kernel.
+
+    q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
+
+A module keeps its own forward. What runs is a copy of it under other names: the function is ours, and in place of
+`self.q_norm(q)` stands an `Unnormed`, unless a hook looks at that norm. `rotary` says which modules that is right for.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, update_wrapper
+from types import FunctionType, new_class
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import KERNEL_DTYPES
+from ..rotary import rotary_qk_fn
+from ..torch_state import runs_forward_alone
+from .norms import AdoptedNorm
+
+
+class Turn(NamedTuple):
+    """How an attention module turns its queries and keys."""
+
+    function: str  # the name that its forward calls
+    interleaved: bool  # pairs are features 2i and 2i + 1
+    angles: str  # how cos has the column of a pair: halves (in either half), neighbours (twice in a row), or once
+    fp32_angles: bool  # cos and sin are fp32 beside queries in bf16, which stay bf16
+    norms: tuple[str, ...]  # of queries and of keys, which its kernel computes along
+
+
+class AdoptedAttention(nn.Module):
+    """Attention of somebody's model that runs `rotary_qk_fn`."""
+
+    _own: type  # the module's class before
+    _turn: Turn
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild, (self._own, self._turn), dict(vars(self))
+
+
+def _rebuild(own: type, turn: Turn) -> Any:
+    """An adopted module without attributes, for copies and pickles."""
+    return object.__new__(adopted_class(own, turn))
+
+
+@cache
+def adopted_class(own: Any, turn: Turn) -> type:
+    forward = own.forward
+    functions = {turn.function: turning(turn, forward.__globals__[turn.function])}
+    body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_own": own, "_turn": turn}
+    body |= {"forward": with_names(forward, functions, turn.norms)} | {_later(name): _leaving(name) for name in turn.norms}
+    return new_class(own.__name__, (AdoptedAttention, own), {}, lambda space: space.update(body))
+
+
+def with_names(forward: FunctionType, functions: dict[str, Any], norms: Sequence[str]) -> Any:
+    """A copy of forward for which these functions are global, and which calls `_later(norm)` of self for each such norm."""
+    # Without __name__: Dynamo would look the functions up in the module of that name.
+    space = {name: value for name, value in forward.__globals__.items() if name != "__name__"} | functions
+    names = tuple([_later(name) if name in norms else name for name in forward.__code__.co_names])
+    code = forward.__code__.replace(co_names=names)
+    copy = FunctionType(code, space, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return update_wrapper(copy, forward)
+
+
+def _later(norm: str) -> str:
+    return f"{norm}_before_rotary"
+
+
+def _leaving(name: str) -> Callable[[Any, Tensor], Any]:
+    def leave(self: nn.Module, x: Tensor) -> Any:
+        norm = getattr(self, name)
+        return Unnormed(norm, x) if isinstance(norm, AdoptedNorm) and runs_forward_alone(norm) else norm(x)
+
+    return leave
+
+
+class Unnormed:
+    """What a norm gives, between two lines of one forward. Whatever is done to it but a transpose is done to its value."""
+
+    def __init__(self, norm: AdoptedNorm, x: Tensor) -> None:
+        self.norm, self.x = norm, x
+
+    def transpose(self, a: int, b: int) -> Any:
+        if {a, b} & {-1, self.x.dim() - 1}:
+            return normed(self).transpose(a, b)
+        return Unnormed(self.norm, self.x.transpose(a, b))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(normed(self), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*normed(args), **{name: normed(value) for name, value in (kwargs or {}).items()})
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *others: getattr(normed(self), name)(*normed(others))
+
+
+for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul"):
+    setattr(Unnormed, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def normed(x: Any) -> Any:
+    """x, or all that is in a tuple or list, as tensors."""
+    if isinstance(x, Unnormed):
+        return x.norm(x.x)
+    return type(x)([normed(y) for y in x]) if type(x) in (tuple, list) else x
+
+
+def turning(turn: Turn, own: Callable) -> Callable:
+    """apply_rotary_pos_emb, in one kernel; `own` where the kernel does not take what is given."""
+
+    def apply_rotary_pos_emb(q: Any, k: Any, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = None if args or kwargs.keys() - {"unsqueeze_dim"} else _turned(turn, q, k, cos, sin, **kwargs)
+        return own(normed(q), normed(k), cos, sin, *args, **kwargs) if found is None else found
+
+    return apply_rotary_pos_emb
+
+
+def _turned(turn: Turn, q: Any, k: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor] | None:
+    along = norms_along(q, k)
+    q, k = (normed(q), normed(k)) if along is None else (q.x, k.x)
+    given, dtype, heads = (q, k, cos, sin), q.dtype, unsqueeze_dim % q.dim() - q.dim()
+    if heads == -3:  # in front of the tokens
+        q, k = q.transpose(-3, -2), k.transpose(-3, -2)
+    tokens = q.shape[:-2]
+    same_dtype = cos.dtype == dtype or (turn.fp32_angles and cos.dtype == torch.float32) or _autocasts(q)
+    if (
+        any(type(t) is not Tensor for t in given) or cos.requires_grad or sin.requires_grad
+        or dtype not in KERNEL_DTYPES or k.dtype != dtype or not same_dtype
+        or heads not in (-3, -2) or k.shape[:-2] != tokens
+        or cos.shape[:-1] not in (tokens, (*[1] * (len(tokens) - 1), tokens[-1]))
+    ):  # fmt: skip
+        return None
+    pairs = {"halves": slice(cos.shape[-1] // 2), "neighbours": slice(None, None, 2), "once": slice(None)}[turn.angles]
+    q, k = rotary_qk_fn(q, k, cos[..., pairs], sin[..., pairs], interleaved=turn.interleaved, **(along or {}))
+    return (q.transpose(-3, -2), k.transpose(-3, -2)) if heads == -3 else (q, k)
+
+
+def _autocasts(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def norms_along(q: Any, k: Any) -> dict[str, Any] | None:
+    """Arguments of `rotary_qk_fn`, if q and k wait for norms of each head that one kernel can compute."""
+    if not (isinstance(q, Unnormed) and isinstance(k, Unnormed)):
+        return None
+    a, b, dtype = q.norm, k.norm, q.x.dtype
+    keeps_dtype = _autocasts(q.x) or a.out_dtype(dtype) == b.out_dtype(dtype) == dtype
+    if a.formula.norm != b.formula.norm or a.options(dtype) != b.options(dtype) or not keeps_dtype:
+        return None
+    weights = zip(("q_weight", "q_bias", "k_weight", "k_bias"), a.weights() + b.weights(), strict=True)
+    return {"norm": a.formula.norm, **a.options(dtype), **dict(weights)}

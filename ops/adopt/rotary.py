@@ -1,0 +1,213 @@
+"""Which attention modules can turn queries and keys in one kernel: found by trial, and replaced in place.
+
+    replace_rotary(model)       model.layers.0.self_attn: Qwen3Attention, rotary positions with q_norm and k_norm in one kernel
+    restore_rotary(model)
+
+A clone of a module runs its own forward on the CPU, with small matrices in place of its own and random weights, on angles from
+the model's own module for them. Values and gradients of its rotary function are compared with ours there. What attention does
+with them afterwards, perhaps on a GPU alone, does not matter.
+"""
+
+import copy
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import AdoptedAttention, Turn, adopted_class, normed, norms_along, turning, with_names
+from .norms import AdoptedNorm
+from .recognise import undisturbed
+
+_FUNCTIONS = re.compile("rotary|rope")
+_PAIRS = ((False, "halves"), (True, "halves"), (True, "neighbours"), (False, "once"))  # interleaved, angles
+# dtype, whether autocast is on, sequences with positions of their own, tokens, and the accepted ‖ours − its own‖ / ‖its own‖
+_CASES = (
+    (torch.float32, False, 2, 5, 1e-4), (torch.bfloat16, False, 1, 5, 0.05), (torch.float32, True, 2, 5, 0.05),
+    (torch.float32, False, 2, 1, 1e-4),
+)  # fmt: skip
+
+
+def replace_rotary(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | None = None) -> list[tuple[str, str]]:
+    """Lets attention modules turn queries and keys, and norm them by head before, in one kernel each way, in place.
+
+    Takes modules whose forward calls a function like `apply_rotary_pos_emb(q, k, cos, sin)` on `position_embeddings`, if ours
+    gives the same values and gradients. A norm is computed along if it is replaced, and as long as nothing hooks it. Where the
+    function gets what the kernel does not take, such as angles that need a gradient, the module's own runs.
+
+    Args:
+        model: any module, after `replace_norms`; before DDP, FSDP or torch.compile are put around it.
+        only: a function of each module's name and module; what it returns False for is left alone.
+
+    Returns:
+        The name of each attention module, and what was done with it or why nothing was.
+    """
+    lines = []
+    for name, module in model.named_modules():
+        forward = _forward(module)
+        names = () if forward is None or isinstance(module, AdoptedAttention) else forward.__code__.co_names
+        functions = [name for name in names if _FUNCTIONS.search(name) and callable(forward.__globals__.get(name))]
+        if not functions or (only is not None and not only(name, module)):
+            continue
+        was, found = type(module).__name__, _tried(module, functions, model)
+        if isinstance(found, Turn):
+            module.__class__ = adopted_class(type(module), found)  # type: ignore[arg-type]
+            along = f"with {' and '.join(found.norms)} " if found.norms else ""
+            lines.append((name or "model", f"{was}, rotary positions {along}in one kernel"))
+        else:
+            lines.append((name or "model", f"{was}, rotary positions left alone: {found}"))
+    return lines
+
+
+def restore_rotary(model: nn.Module) -> list[str]:
+    """Gives attention modules their own class again; returns a line for each.
+
+    Raises:
+        ValueError: since then another tool gave one yet another class or forward. Modules before it are restored.
+    """
+    lines = []
+    for name, module in model.named_modules():
+        if isinstance(module, AdoptedAttention):
+            if "forward" in vars(module) or type(module) is not adopted_class(module._own, module._turn):
+                raise ValueError(
+                    f"restore_rotary: since {name}, a {module._own.__name__}, was replaced, another tool changed its forward "
+                    "or its class (fully_shard, a parametrization, module.forward = …); undo that first"
+                )
+            module.__class__ = module._own
+            lines.append(f"{name or 'model'}: {type(module).__name__} as it was")
+    return lines
+
+
+def _forward(module: nn.Module) -> Any:
+    """Its class's forward without decorators, if that is written in Python."""
+    forward = inspect.unwrap(type(module).forward)
+    return forward if isinstance(forward, FunctionType) else None
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    forward = _forward(module)
+    return [] if forward is None else [*inspect.signature(forward).parameters][1:]
+
+
+# ---- trial ------------------------------------------------------------------------------------------------------------------
+
+
+class _Left(Exception):
+    """In words why it is left alone."""
+
+
+def _tried(attention: nn.Module, functions: list[str], model: nn.Module) -> Turn | str:
+    if "forward" in vars(attention) or type(attention).forward is not _forward(attention):
+        return "its forward is wrapped by a decorator or a tool; adopt it before that"
+    if "position_embeddings" not in _parameters(attention):
+        return "its forward takes no position_embeddings"
+    angles = [module for module in model.modules() if _parameters(module)[:2] == ["x", "position_ids"]]
+    why = "" if angles else "no module of the model gives cos and sin for x and position_ids"
+    norms = tuple(name for name, part in attention.named_children() if isinstance(part, AdoptedNorm))
+    with undisturbed(torch.device("cpu")), torch.enable_grad():
+        for source, function, (interleaved, layout), along in product(angles, functions, _PAIRS, dict.fromkeys((norms, ()))):
+            try:
+                return _turn(attention, source, Turn(function, interleaved, layout, False, along))
+            except _Left as reason:
+                why = why or str(reason)
+            except Exception as error:  # anybody's code
+                why = why or f"trying it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return why
+
+
+def _turn(attention: nn.Module, angles: nn.Module, turn: Turn) -> Turn:
+    """turn, with those of its norms that the kernel can compute along.
+
+    Raises:
+        _Left: attention turns its queries and keys in another way.
+    """
+    torch.manual_seed(0)
+    clone, angles = _clone(attention), _clone(angles)
+    kinds: Any = [{"layer_type": kind} for kind in getattr(angles, "layer_types", ())]
+    kinds = kinds if "layer_type" in _parameters(angles) else [{}]
+    found = angles(torch.zeros(1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1), **kinds[0])
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise _Left(f"{type(angles).__name__} gives no pair of cos and sin")
+    turn = turn._replace(fp32_angles=found[0].dtype == torch.float32)
+    for case, kind in product(_CASES, kinds):
+        clone.__class__ = adopted_class(type(attention), turn)  # type: ignore[arg-type]
+        turn = turn._replace(norms=_compared(clone, turn, partial(angles, **kind), *case))
+    return turn
+
+
+def _compared(
+    attention: Any, turn: Turn, angles: Callable, dtype: torch.dtype, autocast: bool, sequences: int, tokens: int,
+    accepted: float,
+) -> tuple[str, ...]:  # fmt: skip
+    """The names of the norms that ours computes along, if it computes the same in this case."""
+    attention.to(dtype)
+    own: Any = attention._own.forward
+    function, ours = own.__globals__[turn.function], turning(turn, _refuse)
+    width = next(part.in_features for part in attention.modules() if isinstance(part, nn.Linear))
+    x = (3.0 * torch.randn(2, tokens, width)).to(dtype).requires_grad_()
+    leaves = [x, *attention.parameters()]
+    along: set[tuple[str, ...]] = set()
+
+    def both(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+        results = []
+        for outputs in (function(normed(q), normed(k), *args, **kwargs), ours(q, k, *args, **kwargs)):
+            upstream = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t.dtype) for t in outputs]
+            gradients = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True, materialize_grads=True)
+            results.append([*outputs, *gradients])
+        for a, b in zip(*results, strict=True):
+            error, size = (float(t.double().square().sum()) for t in (a - b, a))
+            if not error <= accepted**2 * size or not (a.dtype == b.dtype or autocast):
+                raise _Left(f"{turn.function} computes something else than rotary_qk_fn")
+        names = {part: name for name, part in attention.named_children()}
+        along.add(() if norms_along(q, k) is None else (names[q.norm], names[k.norm]))
+        return results[0][:2]
+
+    with torch.no_grad():
+        position_embeddings = angles(x, torch.randint(20, (sequences, tokens)))
+    _, _, *others = inspect.signature(own).parameters.values()
+    given = {p.name: None for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with_names(own, {turn.function: both}, turn.norms)(
+                attention, x, **given | {"position_embeddings": position_embeddings}
+            )
+    except Exception as error:  # what attention does later does not matter
+        if isinstance(error, _Left) or not along:
+            raise
+    if len(along) != 1:
+        raise _Left(f"its forward {'has several kinds of' if along else 'makes no'} calls of {turn.function} in a trial")
+    return along.pop()
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise _Left("it turns tensors that rotary_qk_fn does not take")
+
+
+def _clone(module: nn.Module) -> nn.Module:
+    """A copy on the CPU without hooks, with small matrices and random weights."""
+    memo: dict[int, Any] = {}
+
+    def replace(part: nn.Module) -> None:
+        for name, value in vars(part).items():
+            if name.endswith("_hooks"):
+                memo[id(value)] = OrderedDict()
+            elif not isinstance(value, dict | list | set | Tensor | nn.Module):
+                memo[id(value)] = value
+        memo.update((id(p), nn.Parameter(torch.randn(p.shape))) for p in part._parameters.values() if p is not None)
+        for b in filter(torch.is_tensor, part._buffers.values()):
+            memo[id(b)] = torch.rand(b.shape) if b.is_meta else b.detach().to("cpu", copy=True)
+        for child in part.children():
+            inside, out = getattr(child, "in_features", None), getattr(child, "out_features", None)
+            if isinstance(inside, int) and isinstance(out, int):
+                memo[id(child)] = nn.Sequential(nn.Linear(inside, 8), nn.Linear(8, out))
+            else:
+                replace(child)
+
+    replace(module)
+    return copy.deepcopy(module, memo)

@@ -1,5 +1,6 @@
 """report.md: what an ablation found, for somebody who was not there."""
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,7 +11,7 @@ from ablation.gpu_time import IDLE, parts_ms
 from ablation.records import Ablation, Cell
 from ablation.variants import GRAPH
 from measure import tables
-from measure.comparison import AGAIN, NO_KERNEL, is_different
+from measure.comparison import AGAIN, NO_KERNEL, TORCH, is_different
 from measure.files import replace_text
 from measure.statistics import spread
 from measure.tables import NOTHING, aligned, capital, interval_text, label, markdown, number, section, wrapped
@@ -146,6 +147,10 @@ def _gpu_time(cells: Sequence[Cell]) -> str:
             f"bandwidth they reach {', '.join(reached) or 'nothing'}. Amdahl limit, an estimate: at copy bandwidth this step "
             f"is {' and '.join(limits)}. A CPU-bound step may gain more, by fewer launches."
         )
+        # Of F.rms_norm PyTorch has more than one from 2.13 on.
+        ran = {kernel.name for kernel in found.kernels.get(TORCH, ()) if kernel.group == "norm"}
+        if own := sorted({match[0][:60] for name in ran if (match := re.search(r"\w*norm\w*", name, re.IGNORECASE))}):
+            said += f" The norms of {TORCH} ran {', '.join(own)}."
         waits = {name: of[IDLE] / sum(of.values()) for name, of in parts.items()}
         if max(waits.values()) > WAITING:
             idle = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in waits.items())

@@ -78,6 +78,7 @@ def test_gpu_time_stands_beside_the_timed_step_and_the_amdahl_limit_over_each_ba
     assert idle == pytest.approx([0.05 * 131.7] * 3, rel=0.2)
     assert "must move 40.00 GB, which takes 9.756 ms at the 4,100 GB/s" in words(text) and "is CPU-bound." not in words(text)
     assert "at copy bandwidth this step is 1.250 × as fast as with torch (fused saves 83 %" in words(text)
+    assert "The norms of torch ran norm_kernel." in words(text)
     (cell,) = one.cells
     half = {arm: [Share("GEMM", ms, 9), Share("norm", 1.0, 9)] for arm, ms in ((TORCH, 65), ("compiled", 60), (FUSED, 54))}
     waits = dataclasses.replace(cell, attribution=dataclasses.replace(cell.attribution, shares=half))

@@ -108,8 +108,11 @@ def captures(monkeypatch):
 
     def captured(act, pool):
         found.append(act)
-        if error := captures.error:
-            raise error
+        if captures.error:
+            try:
+                raise captures.error
+            finally:  # as torch.cuda.graph ends
+                raise RuntimeError("capture was invalidated")
         return act
 
     @contextmanager

@@ -126,10 +126,11 @@ class TrainingStep:
             self._make = captured(self.update, pool)
             if self.evaluation is not None:
                 self.evaluation.capture(pool)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            self._give_up(describe(error))
+            cause = error.__context__ or error  # the end of a capture that failed raises an error of its own
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            self._give_up(describe(cause))
         finally:
             for group in groups:
                 group["capturable"] = False

@@ -108,8 +108,11 @@ def captures(monkeypatch):
 
     def captured(act, pool):
         found.append(act)
-        if error := captures.error:
-            raise error
+        if captures.error:
+            try:
+                raise captures.error
+            finally:  # as torch.cuda.graph ends
+                raise RuntimeError("capture was invalidated")
         return act
 
     @contextmanager
@@ -146,7 +149,7 @@ def test_the_first_steps_of_a_run_warm_up_and_nothing_is_trained_twice(tiny, cap
         assert step.state.model.training and all(p.grad is None for p in step.parameters)
 
 
-def test_what_can_not_be_captured_says_why_and_goes_on_but_a_lack_of_memory_is_raised(tiny, captures):
+def test_what_can_not_be_captured_says_why_and_goes_on_but_a_lack_of_memory_is_raised(tiny, captures, monkeypatch):
     expected, said = trained(tiny, 6)[1:], []
     captures.waits = ["model.py:7"]
     assert trained(tiny, 6, graph=True, say=said.append)[1:] == expected and not captures()
@@ -156,6 +159,9 @@ def test_what_can_not_be_captured_says_why_and_goes_on_but_a_lack_of_memory_is_r
         "No CUDA graph of the step: it waits for the device in model.py:7",
         "No CUDA graph of the step: RuntimeError: operation not permitted when stream is capturing",
     ]
+    monkeypatch.setattr("training.evaluation.captured", steps.captured)  # of evaluation alone
+    monkeypatch.setattr(steps, "captured", lambda act, pool: act)
+    assert trained(tiny, 6, graph=True, say=said.append)[1:] == expected and len(said) == 3
     captures.error = torch.OutOfMemoryError("no memory")
     with pytest.raises(torch.OutOfMemoryError):
         trained(tiny, 6, graph=True)

@@ -28,6 +28,7 @@ from ablation.adopted_models import (
     exact_copy,
     fused_norms,
     norms_of,
+    norms_of_attention,
     reordered_copy,
     results_of,
 )
@@ -136,11 +137,12 @@ def check_parity(
     judged: list[dict[str, Sums]] = []
     refused = ""
     same_bits = not fused_norms(model_b)  # which without kernels may compute as model_a does
-    run = partial(results_of, norms=norms, loss=loss or default_loss(), seed=seed)
+    run = partial(results_of, loss=loss or default_loss(), seed=seed)
+    seen = [name for name in norms if name not in norms_of_attention(model_b)]
     for one in batches:
         rows: dict[str, Tensor] = {}
         try:
-            a = run(reference, one, rows=rows, floats=wide)
+            a = run(reference, one, rows=rows, norms=norms, floats=wide)
         except Exception as error:  # an assertion on dtypes, a function that takes no fp64
             if wide == torch.float32 or torch.float64 in dtypes:
                 error.add_note(f"check_parity: its reference, a copy of model_a in {exact}, raised this")
@@ -148,8 +150,9 @@ def check_parity(
             why = (str(error).splitlines() or [""])[0]
             refused = f" The reference is in fp32 too: in fp64, a copy of model_a raised {type(error).__name__}: {why}"
             wide, exact, reference, rows = torch.float32, "fp32", exact_copy(model_a, norms, torch.float32), {}
-            a = run(reference, one, rows=rows, floats=wide)
-        b, c, d = (run(model, one, rows=rows, autocast=autocast) for model in (model_a, model_b, reordered))
+            a = run(reference, one, rows=rows, norms=norms, floats=wide)
+        runs = ((model_a, norms), (model_b, seen), (reordered, norms))
+        b, c, d = (run(model, one, rows=rows, norms=names, autocast=autocast) for model, names in runs)
         shapes = [[tuple(t.shape) for name, t in found.items() if name.startswith("output")] for found in (b, c)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"check_parity: model_a returns float tensors of shapes {shapes[0]}, model_b {shapes[1]}")

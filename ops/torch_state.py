@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
-# Without it, norms of queries and keys run by themselves.
+# Without it, every module counts as one with hooks.
 _has_any_global_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
 # Without it, autograd records a kernel's operators once more, in a Function's forward, where it records nothing.
 _AutoDispatchBelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
@@ -129,10 +129,11 @@ def options_of_mode(mode: str) -> dict[str, Any]:
     return list_mode_options(mode)
 
 
-def runs_forward_alone(module: torch.nn.Module) -> bool:
-    """Whether a call of it is a call of its forward: nothing hooks it."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return not any(hooks) and "forward" not in module.__dict__ and not _has_any_global_hook()
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether anybody but the module's class sees what it is given and what it gives: hooks, of this module or of all, or a
+    forward that a tool has put on the instance."""
+    of_module = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(of_module) or "forward" in module.__dict__ or _has_any_global_hook()
 
 
 def register_container(kind: type, fields: list[str]) -> None:

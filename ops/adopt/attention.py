@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checks import KERNEL_DTYPES
 from ..rotary import rotary_qk_fn
-from ..torch_state import runs_forward_alone
+from ..torch_state import has_hooks
 from .norms import AdoptedNorm
 
 
@@ -72,7 +72,7 @@ def _later(norm: str) -> str:
 def _leaving(name: str) -> Callable[[Any, Tensor], Any]:
     def leave(self: nn.Module, x: Tensor) -> Any:
         norm = getattr(self, name)
-        return Unnormed(norm, x) if isinstance(norm, AdoptedNorm) and runs_forward_alone(norm) else norm(x)
+        return Unnormed(norm, x) if isinstance(norm, AdoptedNorm) and not has_hooks(norm) else norm(x)
 
     return leave
 

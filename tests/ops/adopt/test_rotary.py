@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ops import kernels, replace_norms, replace_rotary, restore_rotary
+from ablation.adoption import check_parity
+from ops import kernels, replace_norms, replace_rotary, restore_rotary, rotary_qk_fn
 from ops.adopt import attention
 from ops.adopt.attention import AdoptedAttention
 
@@ -254,6 +255,19 @@ def test_a_tool_that_changed_the_class_or_the_forward_since_has_to_undo_that_fir
         model["attention"].__class__ = before
     del model["attention"].forward
     assert restore_rotary(model) == ["attention: Attention as it was"]
+
+
+def test_check_parity_looks_at_what_runs():
+    model, (_, ours, _) = made("qwen3"), adopted("qwen3")
+    batch = {"input_ids": torch.arange(16, device=next(model.parameters()).device).view(2, 8) + 2, "use_cache": False}
+    assert (check := check_parity(model, ours, batch)).holds, check
+    assert "row scale of model.layers.0.input_layernorm" in {row.name for row in check.rows}
+
+    def wrong(q, k, cos, sin, **how):
+        return rotary_qk_fn(q, k, cos, sin, **how | {"eps": 1e-3})
+
+    with mock.patch.object(attention, "rotary_qk_fn", wrong):
+        assert not check_parity(model, ours, batch).holds
 
 
 # ---- hooks ------------------------------------------------------------------------------------------------------------------

@@ -153,10 +153,14 @@ class Plan:
             branch_statistics=0,
             return_mask=self.returns_masks and drops,
             return_statistics=self.returns_statistics,
+            passes_residual=False,
         )
         # Backward normalises r again; where nothing was added it finds the same numbers in x.
         reads_r = norm != Norm.none or operands.weight is not None or operands.weight1 is not None
-        self.training = self.inference._replace(store_residual=self.inference.store_residual or (adds and reads_r))
+        self.training = self.inference._replace(
+            store_residual=self.inference.store_residual or (adds and reads_r),
+            passes_residual=bool(keeps_residual) and self.r_is_x and reads_r,
+        )
         self.names = [*names_of(operands), *["seed"] * drops]  # of the inputs that are there
 
     def prepare(self, operands: tuple) -> None:

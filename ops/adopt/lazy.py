@@ -47,6 +47,8 @@ def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, **parts: Any) -> Te
     weight, bias = norm.weights()
     options = norm.options(x.dtype)
     y, r = norm_fn(norm.formula.norm, x, weight=weight, bias=bias, prenorm=True, out_dtype=out_dtype, **parts, **options)
+    if torch.compiler.is_compiling():  # which gives no attributes to one of several results of an operator
+        r = r.view(r.shape)
     r._ahead = Ahead(norm, y, _state(r))
     return r
 

@@ -287,19 +287,23 @@ class _Bench:
             _check_same(wanted, found, _BF16_TOLERANCE if autocast else _TOLERANCE, how)
 
     def _results(self, clone: nn.Module, training: bool, through: Any = None) -> list[Tensor | None]:
-        """Outputs and gradients."""
+        """Outputs, what the block keeps as attributes, and all their gradients."""
         leaf = self.x.clone().requires_grad_()
         parameters = [p.requires_grad_() for p in clone.parameters()]
         x = leaf * 1
         outputs = [t for t in _tensors(self._run(clone, x, training, through)) if t.is_floating_point()]
         if x._version:
             raise LeftAlone("it changes the stream that it gets in place")
-        seeds = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape).cos() for y in outputs if y.requires_grad]
-        for p in (leaf, *parameters):
-            p.grad = None
-        if seeds:
-            torch.autograd.backward([y for y in outputs if y.requires_grad], seeds)
-        return [*outputs, leaf.grad, *[p.grad for p in parameters]]
+        held = [value for module in clone.modules() for value in vars(module).values() if isinstance(value, Tensor | Lazy)]
+        kept = [value for value in held if isinstance(value, Lazy) or not (value.is_leaf or through)]
+        for t in (leaf, *parameters, *kept):
+            t.grad = None
+        for t in kept:
+            t.retain_grad()
+        differentiable = [y for y in outputs if y.requires_grad]
+        seeds = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape).cos() for y in differentiable]
+        torch.autograd.backward(differentiable, seeds)
+        return [*outputs, *kept, *[t.grad for t in (leaf, *parameters, *kept)]]
 
     def _run(self, clone: nn.Module, x: Tensor, training: bool, through: Any = None) -> Any:
         for module in clone.modules():

@@ -102,6 +102,8 @@ def adopt(
                 found.loss = replace_loss(model, verbose=False)
             except ValueError as error:
                 found.loss = str(error).removeprefix("replace_loss: ")
+        if blocks and not found.blocks and not found.left and any(site.fused for site in found.norms):
+            found.notes.append("no block found: no module's forward takes the stream first and adds to what its norms get")
         found.notes += _functional_norms(model)
         difference = "" if wanted is None else _difference(wanted, _results(model, batch))
     except BaseException:
@@ -245,7 +247,7 @@ def _functional_norms(model: nn.Module) -> list[str]:
         called: list[Any] = [inspect.unwrap(cls.forward)]
         for function in called:  # which grows
             names = _names(function.__code__) if isinstance(function, FunctionType) else set()
-            found = [function.__globals__.get(name) or getattr(cls, name, None) for name in sorted(names)]
+            found = [function.__globals__.get(name, getattr(cls, name, None)) for name in sorted(names)]
             called += [f for f in found if isinstance(f, FunctionType) and f.__module__ == cls.__module__ and f not in called]
             by = "" if function is called[0] else f" by {function.__name__}()"
             for name in sorted({"rms_norm", "layer_norm"} & names):

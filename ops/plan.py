@@ -52,6 +52,11 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
     return plan
 
 
+def forget_plans() -> None:
+    """After `kernels.INTERPRET` changed."""
+    _plans.clear()
+
+
 def _key(operands: tuple, request: tuple) -> tuple | None:
     """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
     # A plain number is hashed faster than a Norm. Types, because 1.0 is equal to True, which the checks may accept.

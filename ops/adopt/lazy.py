@@ -58,13 +58,23 @@ def take_ahead(norm: Any, x: Tensor) -> Tensor | None:
     r, ahead = x, getattr(x, "_ahead", None)
     if ahead is None and not torch.compiler.is_compiling() and x._base is not None:
         r, ahead = x._base, getattr(x._base, "_ahead", None)
-    if ahead is None or ahead.norm is not norm or ahead.state != _state(r):
-        return None
-    y = ahead.y
-    if r is not x and (x.shape[-1:] != y.shape[-1:] or x.numel() != y.numel() or not x.is_contiguous()):
+    if ahead is None or ahead.norm is not norm or ahead.state != _state(r) or not has_rows_of(x, r):
         return None
     r._ahead = None
-    return y if r is x else y.view(x.shape)
+    return ahead.y if r is x else ahead.y.view(x.shape)
+
+
+def has_rows_of(x: Tensor, r: Tensor) -> bool:
+    """Whether x is r, or a view of it in which each row is one of r, made by nothing but `view`: an autograd.Function that gives
+    a view may change the gradient."""
+    if x is r:
+        return True
+    if x._base is None or (x._base is not r and x._base is not r._base) or x.requires_grad != r.requires_grad:
+        return False
+    if x.shape[-1:] != r.shape[-1:] or x.numel() != r.numel() or not x.is_contiguous():
+        return False
+    made_by, of = x.grad_fn, r.grad_fn
+    return made_by is None or (made_by.name().startswith("ViewBackward") and made_by.next_functions[0][0] is of)
 
 
 def _state(x: Tensor) -> tuple:
@@ -110,9 +120,9 @@ class Lazy:
         return self._value
 
     def _compute(self) -> Tensor:
-        if self.is_plain():
-            branch = self.x if self.x1 is None else self.x + self.x1
-            return branch if self.residual is None else self.residual + branch
+        if self.is_plain() and (self.x1 is None or self.residual is None):
+            others = [t for t in (self.x1, self.residual) if t is not None]
+            return others[0] + self.x if others else self.x
         options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
         options |= {"out_dtype": self.dtype, "residual_in_fp32": self.dtype == torch.float32}
         return norm_fn(Norm.none, **self._arguments(), **options)  # type: ignore[return-value]

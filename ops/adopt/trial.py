@@ -22,9 +22,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
+from ..plan import forget_plans
 from . import lazy
 from .blocks import Role, fuse
-from .lazy import Lazy
+from .lazy import Lazy, has_rows_of
 from .norms import AdoptedNorm
 from .recognise import undisturbed
 from .stand_ins import Returns, SameDropout, StandIn, on_cpu
@@ -47,6 +48,7 @@ class Trial:
     follows: bool = True  # see `blocks.Role`
     gain: int = 0  # the more kernels do, the higher
     how: tuple = ()  # the parts that ran as they are, the shape of x and the other arguments
+    tried: tuple[tuple[str, bool], ...] = ()  # the parts whose outputs were seen in sums, and whether they took a Lazy
 
 
 class LeftAlone(Exception):
@@ -103,6 +105,8 @@ def _on_reference() -> Iterator[None]:
         yield
     finally:
         kernels.INTERPRET = before
+        if before:
+            forget_plans()  # which are of the reference
         torch.set_num_threads(threads)
 
 
@@ -157,6 +161,7 @@ class _Sum:
     r: Tensor
     version: int
     norm: str = ""  # path of the first norm that is called on r
+    with_waiting: tuple[str, ...] = ()  # paths of other parts whose outputs it adds
 
 
 class _Bench:
@@ -172,7 +177,7 @@ class _Bench:
     def trial(self, like: Trial | None = None) -> Trial:
         calls = self._learnt_calls()
         if like is not None:
-            plan, _ = self._observed([Role(role.path, role.takes) for role in like.roles])
+            plan, _ = self._observed([Role(path, takes) for path, takes in like.tried])
             if plan.gain != like.gain or plan.norms != like.norms:
                 raise LeftAlone("it is not like the other")
             self._compare(like)
@@ -187,12 +192,18 @@ class _Bench:
                     break
         passes_of = {role.path: role.passes for role in roles}
         plan.roles = [replace(role, passes=passes_of[role.path]) for role in plan.roles]
+        plan.tried = tuple((role.path, role.takes) for role in roles)
         if plan.gain:
             try:
                 self._compare(plan)
             except LeftAlone:  # under autocast, what its norms give is its stream
                 plan.follows, plan.roles = False, [replace(role, follows=False) for role in plan.roles]
                 self._compare(plan)
+            tuples = {path: of for path, of in self.returns.kinds.items() if of[1] > 1}
+            if len(tuples) < len(self.returns.kinds):  # the block asks whether it is a tensor that it got
+                self.returns.kinds = tuples
+                if self._runs():
+                    self._compare(plan)
         return plan
 
     def _learnt_calls(self) -> list[str]:
@@ -217,7 +228,9 @@ class _Bench:
         plan, passes, sums = replace(self.empty, norms={}, sums=[]), set[str](), list[_Sum]()
         roles = [replace(role, passes=()) for role in roles]
         for training in (False, True):
-            clone, x = self._clone(self.block, ""), self.x.clone()
+            clone = self._clone(self.block, "")
+            with torch.enable_grad():
+                x = self.x.clone().requires_grad_() * 1
             paths = {part: path for path, part in clone.named_modules()}
 
             def see(part: nn.Module, args: Any, kwargs: Any, output: Any, paths: Any = paths) -> None:
@@ -229,19 +242,21 @@ class _Bench:
                 if isinstance(what, Lazy):
                     sums.append(_Sum(what.role, what.then(), t, t._version))
                 elif isinstance(t, Tensor):
-                    if _has_rows_of(t, x) and not plan.enters:
+                    if has_rows_of(t, x) and not plan.enters:
                         plan.enters = paths[what]
                     for one in sums:
-                        if _has_rows_of(t, one.r) and one.r._version == one.version and not one.norm:
+                        if has_rows_of(t, one.r) and one.r._version == one.version and not one.norm:
                             one.norm = paths[what]
 
+            takers = [role.path for role in roles if role.takes]  # which have no hook but their own
             for part, path in paths.items():
-                if path:
+                if path and path not in takers:
                     part.register_forward_hook(see, with_kwargs=True)
             fuse(clone, replace(self.empty, roles=roles))
             lazy.WATCH = watch
             try:
-                self._run(clone, x, training)
+                with torch.enable_grad():
+                    self._run(clone, x, training)
             except Exception:  # a source that the block can't do with
                 return self.empty, passes
             finally:
@@ -256,12 +271,15 @@ class _Bench:
             before = [other for other in sums if other.r is one.of.residual and not other.norm and other.of.is_plain()]
             if before and one.of.is_plain() and one.of.x1 is None is before[0].of.x1 and one.of.x.dtype == before[0].of.x.dtype:
                 found[before[0].role.path] = replace(before[0].role, waits=True)
-                one.of, before[0].norm = one.of.then(x1=before[0].of.x), "of another sum"
+                one.of, one.with_waiting = one.of.then(x1=before[0].of.x), (before[0].role.path,)
+                before[0].norm = "of another sum"
+        useful = set[str]()
         for one in sums:
-            if one.norm == "of another sum":
-                continue
             features = _features(one.of)
+            if one.norm == "of another sum" or not (features or one.norm):
+                continue
             plan.gain += 2 + len(features) + bool(one.norm)
+            useful.update((one.role.path, *one.with_waiting))
             if one.norm:
                 plan.norms[one.norm] = _merged(plan.norms.get(one.norm, ()), features)
                 found[one.role.path] = replace(found[one.role.path], next_norm=one.norm)
@@ -270,7 +288,8 @@ class _Bench:
         if plan.enters and sums:
             plan.norms.setdefault(plan.enters, ())
             plan.gain += 1
-        return replace(plan, roles=list(found.values()), enters=plan.enters if sums else "")
+        roles = [role for role in found.values() if role.path in useful]
+        return replace(plan, roles=roles, enters=plan.enters if sums else "")
 
     def _compare(self, plan: Trial) -> None:
         """Raises LeftAlone if a fused clone computes something else."""
@@ -285,6 +304,13 @@ class _Bench:
             with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=False):
                 wanted, found = (self._results(clone, training, through) for clone in (plain, fused))
             _check_same(wanted, found, _BF16_TOLERANCE if autocast else _TOLERANCE, how)
+
+    def _runs(self) -> bool:
+        try:
+            self._run(self._clone(self.block, ""), self.x, training=True)
+        except Exception:  # anybody's code
+            return False
+        return True
 
     def _results(self, clone: nn.Module, training: bool, through: Any = None) -> list[Tensor | None]:
         """Outputs, what the block keeps as attributes, and all their gradients."""
@@ -343,10 +369,6 @@ def _check_same(wanted: list[Tensor | None], found: list[Tensor | None], toleran
     for a, b in zip(wanted, found, strict=True):
         if (a is None) != (b is None) or (a is not None and (a.dtype != b.dtype or not _close(a, b, tolerance))):
             raise LeftAlone(f"it computes something else when its sums are computed with its norms, {how}")
-
-
-def _has_rows_of(t: Tensor, r: Tensor) -> bool:
-    return t is r or (t._base is not None and (t._base is r or t._base is r._base))
 
 
 def _features(of: Lazy) -> tuple[str, ...]:

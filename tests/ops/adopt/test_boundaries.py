@@ -78,7 +78,7 @@ def edited_by_a_pre_hook(of):
 
 def replaced_by_a_hook(of):
     def program(model, blocks, x):
-        of(blocks[0]).register_forward_hook(lambda module, args, output: changed(output, lambda y: y * 2 + args[0].mean()))
+        of(blocks[0]).register_forward_hook(lambda module, args, output: changed(output, lambda y: y * 2 + y.mean()))
         return [model(x)]
 
     return program

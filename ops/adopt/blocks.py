@@ -1,11 +1,11 @@
-"""What runs in the place of a block's forward, and around its sublayers. The block keeps its own forward, its name and its parts.
+"""What runs around a fused block's own forward and around its sublayers. The block keeps its forward, its name and its parts.
 
     x = x + drop(attn(norm1(x)))        norm1 and the stream x past it are one node: one kernel adds up both gradients of x
     x = x + drop(mlp(norm2(x)))         drop, + and norm2 are one kernel
     return x                            drop and + are one kernel
 
-What enters and leaves the block and its parts is a tensor. Hooks of the block run around all of this. Hooks of a part run before
-its output becomes a `Lazy`, and a part that is called by anybody but the block's forward gives a tensor.
+What enters and leaves the block and its parts is a tensor. Hooks of the block run around all of this. Hooks of a part run
+before its output becomes a `Lazy`, and a part that is called by anybody but the block's forward gives a tensor.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,7 @@ class Role:
     path: str
     takes: bool = False  # the part computes its output from a Lazy: a dropout, drop path, layer scale or norm
     next_norm: str = ""  # path of the norm that is called on the sum
+    viewed: bool = False  # it is called on a view of the sum
     waits: bool = False  # the sum gets another branch
     follows: bool = True  # what the norm gives may take the branch's dtype, where the sum is in fp32
     passes: tuple[str, ...] = ()  # paths of the modules that the output goes through before it is added
@@ -63,9 +64,13 @@ class Source:
                 return None
         elif block.get_submodule(role.path) is not part:  # a graph follows no marks in checkpointed parts of it
             return None
-        if not fits(x, self.width) or x.dim() == 1 or (has_hooks(part, self.id) if role.takes else not is_last_hook(part, self.id)):
+        if (
+            not fits(x, self.width)
+            or x.dim() == 1
+            or (has_hooks(part, self.id) if role.takes else not is_last_hook(part, self.id))
+        ):
             return None
-        if any([has_hooks(block.get_submodule(path)) for path in role.passes]):
+        if any(has_hooks(block.get_submodule(path)) for path in role.passes):
             return None
         return Lazy(x, role, block.get_submodule(role.next_norm) if role.next_norm else None)
 
@@ -138,9 +143,11 @@ class AdoptedBlock(nn.Module):
 
 @cache
 def _adopted_class(own: Any) -> type:
-    @wraps(own.forward)
+    own_forward: Callable = own.forward
+
+    @wraps(own_forward)
     def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
-        return run(self, own.forward, args, kwargs)
+        return run(self, own_forward, args, kwargs)
 
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     return new_class(own.__name__, (AdoptedBlock, own), {}, lambda space: space.update(names, forward=forward, _own=own))
@@ -152,7 +159,8 @@ def _rebuild(own: type) -> Any:
 
 def fuse(block: Any, plan: Any, residual_in_fp32: bool = False) -> None:
     """Raises TypeError if Python can't give the block's class a subclass."""
-    block.__class__ = _adopted_class(type(block))
+    own: Any = type(block)
+    block.__class__ = _adopted_class(own)
     sources = [Source(block, role, plan.width) for role in plan.roles]
     for source in sources:
         part: nn.Module = block.get_submodule(source.role.path)

@@ -1,14 +1,14 @@
 """Outputs of sublayers that are not computed further yet, so that one kernel computes them together with the sum and the norm.
 
-A block's own forward runs as it is written, and its stream is a tensor in every line. Between the line that calls a sublayer and
-the line that adds its output to the stream, that output may be a `Lazy`:
+A block's own forward runs as it is written, and its stream is a tensor in every line. Between the line that calls a sublayer
+and the line that adds its output to the stream, that output may be a `Lazy`:
 
     dropout(rowscale · scale · weight · N(x)) + x1                each where it is there
 
 The addition computes the sum, which is a tensor again: in one kernel with the norm that the block calls on it, if `trial` has
 seen that it does. What that norm will give then waits on the sum (`Ahead`), for as long as nobody changes the sum. In all else
-that a program does with a Lazy, its value takes part, computed then. The functions at the end are what needs no value: additions,
-scales, dropout.
+that a program does with a Lazy, its value takes part, computed then. The functions at the end are what needs no value:
+additions, scales, dropout.
 """
 
 import math
@@ -46,7 +46,8 @@ def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, **parts: Any) -> Te
     """
     weight, bias = norm.weights()
     options = norm.options(x.dtype)
-    y, r = norm_fn(norm.formula.norm, x, weight=weight, bias=bias, prenorm=True, out_dtype=out_dtype, **parts, **options)
+    normed: Any = norm_fn(norm.formula.norm, x, weight=weight, bias=bias, prenorm=True, out_dtype=out_dtype, **parts, **options)
+    y, r = normed
     if torch.compiler.is_compiling():  # which gives no attributes to one of several results of an operator
         r = r.view(r.shape)
     r._ahead = Ahead(norm, y, _state(r))
@@ -55,7 +56,8 @@ def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, **parts: Any) -> Te
 
 def take_ahead(norm: Any, x: Tensor) -> Tensor | None:
     """What waits on x, or on the sum that x has the rows of, if it is of this norm and nobody has changed x since."""
-    r, ahead = x, getattr(x, "_ahead", None)
+    r: Any = x
+    ahead = getattr(x, "_ahead", None)
     if ahead is None and not torch.compiler.is_compiling() and x._base is not None:
         r, ahead = x._base, getattr(x._base, "_ahead", None)
     if ahead is None or ahead.norm is not norm or ahead.state != _state(r) or not has_rows_of(x, r):
@@ -65,7 +67,7 @@ def take_ahead(norm: Any, x: Tensor) -> Tensor | None:
 
 
 def has_rows_of(x: Tensor, r: Tensor) -> bool:
-    """Whether x is r, or a view of it in which each row is one of r, made by nothing but `view`: an autograd.Function that gives
+    """Whether x is r, or a view of it in which each row is one of r. `view` alone has made it: an autograd.Function that gives
     a view may change the gradient."""
     if x is r:
         return True
@@ -131,8 +133,9 @@ class Lazy:
         """With a residual: the sum, and the norm behind it if there is one."""
         norm, residual = self.next_norm, self.residual
         assert residual is not None
-        if norm is None or has_hooks(norm):  # a hook gets the sum before the norm, with its whole gradient
-            r = self.tensor()
+        in_graph = torch.compiler.is_compiling()  # where nobody can tell of what a tensor is a view
+        if norm is None or has_hooks(norm) or (in_graph and self.role.viewed):
+            r = self.tensor()  # a hook gets the sum before the norm, with its whole gradient
         else:
             parts = self
             if residual.dtype is torch.float64 or not norm.goes_with(self):

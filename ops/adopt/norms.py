@@ -144,16 +144,17 @@ class AdoptedNorm(nn.Module):
     def __reduce_ex__(self, protocol):
         return _rebuild, (self._own, self._ours), dict(vars(self))
 
-    def forward(self, x: Tensor | None = None, **by_name: Any) -> Any:
+    def forward(self, x: Any = None, **by_name: Any) -> Any:
         """x: also under the name that it has in the model's own forward."""
         x = by_name.pop(self.formula.argument, None) if x is None else x
         if x is None or by_name:
             raise TypeError(f"{type(self).__name__}: forward takes {self.formula.argument}; got {[*by_name]}")
         if isinstance(x, Lazy):  # in a fused block
             waits = x.residual is None and x.x1 is None and x.is_plain() and self.out_dtype(x.dtype) == x.dtype
-            y = x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
-        elif (y := take_ahead(self, x)) is None:
-            y = self.of_tensor(x)
+            y: Any = x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
+        else:
+            y = take_ahead(self, x)
+            y = self.of_tensor(x) if y is None else y
         if lazy.WATCH is not None:
             lazy.WATCH(self, x, y)
         return y
@@ -180,7 +181,7 @@ class AdoptedNorm(nn.Module):
     def goes_with(self, stream: Lazy) -> bool:
         """Whether one kernel can norm the sum and do what is to be done to its branch: it has one eps and one offset."""
         if stream.branch_norm is not None:
-            return stream.branch_norm.options(stream.x.dtype) == self.options(stream.x.dtype)  # type: ignore[union-attr]
+            return stream.branch_norm.options(stream.x.dtype) == self.options(stream.x.dtype)
         return stream.branch_weight is None or not self.formula.zero_centered_weight
 
     def reset_parameters(self) -> None:

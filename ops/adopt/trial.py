@@ -2,9 +2,9 @@
 sublayers.
 
 The trial runs clones on the CPU, with random weights. First it learns what the block adds up and which norms it calls on sums:
-one part after the other becomes a `Source`. Then it fuses a clone in this way and compares it with one that is as it was: outputs
-and gradients, in evaluation and in training, with autocast on and off, and with the block under reentrant checkpointing. The
-block itself is not run and not changed; its weights may be anywhere, on meta too.
+one part after the other becomes a `Source`. Then it fuses a clone in this way and compares it with one that is as it was:
+outputs and gradients, in evaluation and in training, with autocast on and off, and with the block under reentrant
+checkpointing. The block itself is not run and not changed; its weights may be anywhere, on meta too.
 """
 
 import inspect
@@ -129,7 +129,7 @@ def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
         return "its forward takes no x"
     x, *others = parameters
     needed = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    reasons = []
+    reasons = list[str]()
     for shape, given in product(((2, _TOKENS), (2, 4, 4)), (None, (4, 4)) if needed else (None,)):
         how = inside, (*shape, width), dict.fromkeys(needed, given)
         try:
@@ -161,6 +161,7 @@ class _Sum:
     r: Tensor
     version: int
     norm: str = ""  # path of the first norm that is called on r
+    viewed: bool = False  # on a view of it
     with_waiting: tuple[str, ...] = ()  # paths of other parts whose outputs it adds
 
 
@@ -212,7 +213,7 @@ class _Bench:
             clone, calls = self._clone(self.block, ""), list[str]()
             for path, part in clone.named_modules():
                 if path:
-                    part.register_forward_hook(lambda *call, path=path: calls.append(path))
+                    part.register_forward_hook(lambda *call, calls=calls, path=path: calls.append(path))
             try:
                 for training in (False, True):
                     self._run(clone, self.x, training)
@@ -246,7 +247,7 @@ class _Bench:
                         plan.enters = paths[what]
                     for one in sums:
                         if has_rows_of(t, one.r) and one.r._version == one.version and not one.norm:
-                            one.norm = paths[what]
+                            one.norm, one.viewed = paths[what], t is not one.r
 
             takers = [role.path for role in roles if role.takes]  # which have no hook but their own
             for part, path in paths.items():
@@ -282,7 +283,7 @@ class _Bench:
             useful.update((one.role.path, *one.with_waiting))
             if one.norm:
                 plan.norms[one.norm] = _merged(plan.norms.get(one.norm, ()), features)
-                found[one.role.path] = replace(found[one.role.path], next_norm=one.norm)
+                found[one.role.path] = replace(found[one.role.path], next_norm=one.norm, viewed=one.viewed)
             elif features not in plan.sums:
                 plan.sums.append(features)
         if plan.enters and sums:
@@ -320,8 +321,8 @@ class _Bench:
         outputs = [t for t in _tensors(self._run(clone, x, training, through)) if t.is_floating_point()]
         if x._version:
             raise LeftAlone("it changes the stream that it gets in place")
-        held = [value for module in clone.modules() for value in vars(module).values() if isinstance(value, Tensor | Lazy)]
-        kept = [value for value in held if isinstance(value, Lazy) or not (value.is_leaf or through)]
+        held = [value for module in clone.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+        kept = [value for value in held if not (value.is_leaf or through)]
         for t in (leaf, *parameters, *kept):
             t.grad = None
         for t in kept:
@@ -367,7 +368,7 @@ def _check_same(wanted: list[Tensor | None], found: list[Tensor | None], toleran
     if len(wanted) != len(found):
         raise LeftAlone(f"it returns other things when its sums are computed with its norms, {how}")
     for a, b in zip(wanted, found, strict=True):
-        if (a is None) != (b is None) or (a is not None and (a.dtype != b.dtype or not _close(a, b, tolerance))):
+        if not (a is b is None or (a is not None is not b and a.dtype == b.dtype and _close(a, b, tolerance))):
             raise LeftAlone(f"it computes something else when its sums are computed with its norms, {how}")
 
 

@@ -138,7 +138,9 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
     blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
-    others = nn.ModuleList(module for module in block.modules() if may_be_a_norm(module) and not isinstance(module, AdoptedNorm))
+    others = nn.ModuleList(
+        module for module in block.modules() if may_be_a_norm(module) and not isinstance(module, AdoptedNorm)
+    )
     replace_norms(block, verbose=False)
     trials: list[Any] = [
         "it is fused already; restore_norms undoes it" if fused_blocks(one) else try_block(one) for one in blocks
@@ -201,8 +203,14 @@ def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
             output = model(*args, **(batch if isinstance(batch, Mapping) else {}))
             tensors = {f"output{path}": t for path, t in _tensors(output) if t.is_floating_point()}
             scalars = [t for t in tensors.values() if t.dim() == 0]
-            loss = scalars[0] if scalars else sum((t.float() * torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape)).sum()
-                                                  for t in tensors.values())
+            loss = (
+                scalars[0]
+                if scalars
+                else sum(
+                    (t.float() * torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape)).sum()
+                    for t in tensors.values()
+                )
+            )
             gradients: Any = [None] * len(parameters)
             if isinstance(loss, Tensor) and loss.requires_grad:
                 gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)

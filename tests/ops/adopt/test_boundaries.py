@@ -1,5 +1,5 @@
-"""What enters and leaves a module of an adopted model is a tensor: whoever looks at it, changes it or differentiates it finds what
-the model had without being adopted."""
+"""What enters and leaves a module of an adopted model is a tensor: whoever looks at it, changes it or differentiates it finds
+what the model had without being adopted."""
 
 import copy
 from functools import cache
@@ -385,8 +385,10 @@ INSIDE = {
     "in place": in_place,
     "its input in place": input_in_place,
     "a reentrant checkpoint inside": lambda self, x: two(self, x) + checkpoint(self.attn, x, use_reentrant=True),
-    "a branch that is a checkpoint": lambda self, x: (y := x + checkpoint(self.attn, self.ln_1(x), use_reentrant=True))
-    + checkpoint(self.mlp, self.ln_2(y), use_reentrant=True),
+    "a branch that is a checkpoint": lambda self, x: (
+        (y := x + checkpoint(self.attn, self.ln_1(x), use_reentrant=True))
+        + checkpoint(self.mlp, self.ln_2(y), use_reentrant=True)
+    ),
     "it keeps its stream": keeps,
     "a hook on its stream": hooked_inside,
 }

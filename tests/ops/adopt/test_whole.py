@@ -40,7 +40,10 @@ def skipped(self, x):
 
 FORMS = {  # forward, then what is fused in each block
     "prenorm": (lambda self, x: nothing_of(self, self.attn, x, self.n1), {"n1": (), "n2": ("dropout",)}),
-    "postnorm": (lambda self, x: self.n2((y := self.n1(x + self.attn(x))) + self.mlp(y)), {"n1": ("dropout",), "n2": ("dropout",)}),
+    "postnorm": (
+        lambda self, x: self.n2((y := self.n1(x + self.attn(x))) + self.mlp(y)),
+        {"n1": ("dropout",), "n2": ("dropout",)},
+    ),
     "norm on the branch": (lambda self, x: (y := x + self.n1(self.attn(x))) + self.n2(self.mlp(y)), {}),
     "sandwich": (
         lambda self, x: (y := x + self.n2(self.attn(self.n1(x)))) + self.n4(self.mlp(self.n3(y))),

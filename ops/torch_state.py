@@ -19,10 +19,10 @@ from torch.autograd import forward_ad
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
-# Without it, every module counts as one with hooks.
-_has_any_global_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
 # Without it, autograd records a kernel's operators once more, in a Function's forward, where it records nothing.
 _AutoDispatchBelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
+# Without it, every module counts as one with hooks.
+_has_any_global_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
 # Without it, torch.func differentiates the operators by their registered formulas.
 _are_functorch_transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
@@ -129,20 +129,16 @@ def options_of_mode(mode: str) -> dict[str, Any]:
     return list_mode_options(mode)
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether anybody but the module's class sees what it is given and what it gives: hooks, of this module or of all, or a
-    forward that a tool has put on the instance."""
+def has_hooks(module: torch.nn.Module, but: int = -1) -> bool:
+    """Whether anybody but the module's class sees what it is given and what it gives: hooks other than that with the id `but`,
+    hooks of all modules, or a forward that a tool has put on the instance."""
     of_module = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(of_module) or "forward" in module.__dict__ or _has_any_global_hook()
+    return any(id != but for hooks in of_module for id in hooks) or "forward" in module.__dict__ or _has_any_global_hook()
 
 
-def register_container(kind: type, fields: list[str]) -> None:
-    """Lets torch find the tensors in the fields of a dataclass, as it finds them in a tuple."""
-    try:
-        from torch.utils._pytree import register_pytree_node
-    except ImportError:  # FSDP then takes such an object for one without tensors, and gathers weights later than it could
-        return
-    register_pytree_node(kind, lambda one: ([getattr(one, name) for name in fields], None), lambda values, _: kind(*values))
+def is_last_hook(module: torch.nn.Module, id: int) -> bool:
+    """Whether all that sees what a module gives does so before this forward hook."""
+    return [*module._forward_hooks][-1] == id and not module._backward_hooks and not module._backward_pre_hooks
 
 
 def triton_internals() -> Any:

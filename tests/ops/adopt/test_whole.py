@@ -39,19 +39,22 @@ def skipped(self, x):
 
 
 FORMS = {  # forward, then what is fused in each block
-    "prenorm": (lambda self, x: nothing_of(self, self.attn, x, self.n1), {"n1": (), "n2": ()}),
-    "postnorm": (lambda self, x: self.n2((y := self.n1(x + self.attn(x))) + self.mlp(y)), {"n1": (), "n2": ()}),
+    "prenorm": (lambda self, x: nothing_of(self, self.attn, x, self.n1), {"n1": (), "n2": ("dropout",)}),
+    "postnorm": (
+        lambda self, x: self.n2((y := self.n1(x + self.attn(x))) + self.mlp(y)),
+        {"n1": ("dropout",), "n2": ("dropout",)},
+    ),
     "norm on the branch": (lambda self, x: (y := x + self.n1(self.attn(x))) + self.n2(self.mlp(y)), {}),
     "sandwich": (
         lambda self, x: (y := x + self.n2(self.attn(self.n1(x)))) + self.n4(self.mlp(self.n3(y))),
-        {"n1": ("norm of the branch",), "n3": ("norm of the branch",)},
+        {"n1": (), "n3": ("norm of the branch",)},
     ),
-    "parallel, one norm": (lambda self, x: x + self.attn(y := self.n1(x)) + self.mlp(y), {"n1": ("second branch",)}),
-    "parallel, two norms": (lambda self, x: self.attn(self.n1(x)) + self.mlp(self.n2(x)) + x, {"n1": ("second branch",)}),
-    "layer scale": (lambda self, x: x + self.gamma * self.attn(self.n1(x)), {"n1": ("layer scale",)}),
-    "a constant": (lambda self, x: x + 0.3 * self.drop(self.attn(self.n1(x))), {"n1": ("scale", "dropout")}),
-    "DeepNorm": (lambda self, x: self.n1(x * 1.5 + self.attn(x)), {"n1": ()}),
-    "drop path": (lambda self, x: x + drop_path(self.attn(self.n1(x)), self.training), {"n1": ("drop path", "scale")}),
+    "parallel, one norm": (lambda self, x: x + self.attn(y := self.n1(x)) + self.mlp(y), {"n1": ()}),
+    "parallel, two norms": (lambda self, x: self.attn(self.n1(x)) + self.mlp(self.n2(x)) + x, {"n1": ()}),
+    "layer scale": (lambda self, x: x + self.gamma * self.attn(self.n1(x)), {"n1": ()}),
+    "a constant": (lambda self, x: x + 0.3 * self.drop(self.attn(self.n1(x))), {"n1": ()}),
+    "DeepNorm": (lambda self, x: self.n1(x * 1.5 + self.attn(x)), {"n1": ("dropout",)}),
+    "drop path": (lambda self, x: x + drop_path(self.attn(self.n1(x)), self.training), {"n1": ()}),
     "MLP in the block": (mlp_in_the_block, {"n1": (), "n2": ("dropout",)}),
     "clamped": (lambda self, x: (x + self.attn(self.n1(x))).clamp(-3, 3) + self.mlp(self.n2(x)), {"n1": ()}),
     "skipped layers": (skipped, {"n1": ()}),
@@ -125,7 +128,7 @@ def test_blocks_are_found_in_every_container(stack, device):
 def test_the_table_groups_what_is_alike_and_says_what_was_left_and_why():
     model = nn.ModuleDict({"net": Model(depth=4), "odd": nn.ModuleList([block_of(lambda self, x: self.mlp(self.ln_1(x)))])})
     assert str(adopt(model, verbose=False)).splitlines() == [
-        "net.blocks.{0…3}.ln_1: 4 × LayerNorm(16), with the add before it",
+        "net.blocks.{0…3}.ln_1: 4 × LayerNorm(16), with the stream past it",
         "net.blocks.{0…3}.ln_2: 4 × LayerNorm(16), with the add before it",
         "net.final: LayerNorm(16), fused",
         "odd.0.ln_1: LayerNorm(16), fused",
@@ -161,8 +164,8 @@ class NanochatBlock(nn.Module):
         return F.silu(norm(self.attn(x)))
 
     def forward(self, x):
-        x = x + self.attend(norm(x))
-        return x + self.mlp(self.layer_norm(x))
+        x = x + self.mlp(self.layer_norm(x))
+        return x + self.attend(norm(x))
 
 
 class Nanochat(nn.Sequential):
@@ -177,7 +180,7 @@ def test_norms_that_are_calls_and_no_modules_are_named_and_what_is_a_module_is_f
     assert len(adopt(model).blocks) == 2
     rest = "which is no module: call {}_fn in its place, or use a norm module"
     assert capsys.readouterr().out.splitlines() == [
-        "0.0.{0,1}.layer_norm: 2 × LayerNorm(16), with the add before it",
+        "0.0.{0,1}.layer_norm: 2 × LayerNorm(16), with the stream past it",
         f"Nanochat.forward calls F.layer_norm, {rest.format('layer_norm')}",
         f"Nanochat.forward calls F.rms_norm by norm(), {rest.format('rms_norm')}",
         f"NanochatBlock.forward calls F.rms_norm by norm(), {rest.format('rms_norm')}",

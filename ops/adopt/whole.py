@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import AdoptedBlock, fuse, fused_blocks
+from .blocks import AdoptedBlock, fuse, fused_blocks, unfuse
 from .loss import replace_loss, restore_loss
 from .norms import AdoptedNorm, Site, replace_norms, restore_norms
-from .recognise import may_be_a_norm
 from .trial import Trial, try_block
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a whole tensor, relative; 0.05 for the others
@@ -90,7 +89,7 @@ def adopt(
         raise TypeError(f"adopt: model is a {type(model).__name__}, expected a module; put blocks into an nn.ModuleList")
     if only is not None and not callable(only):
         raise TypeError(f"adopt: only is {only!r}, expected a function of name and module: only=lambda name, module: …")
-    was_adopted = any(isinstance(module, AdoptedNorm) for module in model.modules())
+    undo = _undoing(model)
     wanted = None if batch is None else _results(model, batch)
     found = Adoption(model)
     try:
@@ -107,11 +106,10 @@ def adopt(
         found.notes += _functional_norms(model)
         difference = "" if wanted is None else _difference(wanted, _results(model, batch))
     except BaseException:
-        if not was_adopted:
-            found.undo()
+        undo()
         raise
     if difference:
-        found.undo()
+        undo()
         found = Adoption(model, notes=[f"all undone: {difference}"])
     if verbose:
         print(found)
@@ -146,13 +144,30 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
         "it is fused already; restore_norms undoes it" if fused_blocks(one) else try_block(one) for one in blocks
     ]
     if refused := [i for i, trial in enumerate(trials) if isinstance(trial, str)]:
-        restore_norms(others, verbose=False)
+        undo()
         i = refused[0]
         which = f"It is block {i} of {len(blocks)}, and all stay as they were"
         raise ValueError(f"fuse_prenorm_block({type(blocks[i]).__name__}): {trials[i]}. {which}")
     for one, trial in zip(blocks, trials, strict=True):
         fuse(one, trial, residual_in_fp32)
     return trials if stack else trials[0]
+
+
+def _undoing(model: nn.Module) -> Callable[[], None]:
+    """A function that undoes what is adopted from now on."""
+    before = {m for m in model.modules() if isinstance(m, AdoptedNorm)} | {*fused_blocks(model).values()}
+    loss = getattr(model, "loss_function", None)
+
+    def undo() -> None:
+        for block in fused_blocks(model).values():
+            if block not in before:
+                unfuse(block)
+        norms = [m for m in model.modules() if isinstance(m, AdoptedNorm) and m not in before]
+        restore_norms(nn.ModuleList(norms), verbose=False)
+        if getattr(model, "loss_function", None) is not loss:
+            restore_loss(model, verbose=False)
+
+    return undo
 
 
 def _fuse_blocks(found: Adoption, only: Callable[[str, nn.Module], bool] | None) -> None:

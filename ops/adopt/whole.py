@@ -136,9 +136,7 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
     blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
-    others = nn.ModuleList(
-        module for module in block.modules() if may_be_a_norm(module) and not isinstance(module, AdoptedNorm)
-    )
+    undo = _undoing(block)
     replace_norms(block, verbose=False)
     trials: list[Any] = [
         "it is fused already; restore_norms undoes it" if fused_blocks(one) else try_block(one) for one in blocks

@@ -8,6 +8,7 @@ checkpointing. The block itself is not run and not changed; its weights may be a
 """
 
 import inspect
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -137,10 +138,17 @@ def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
         except LeftAlone as why:
             reasons.insert(0, str(why))
         except Exception as error:  # anybody's code
-            message = (str(error).splitlines() or [""])[0]
-            beside = f" with nothing for {', '.join(needed)}" if needed else ""
-            reasons.append(f"trying it with stand-ins for its sublayers{beside} raised {type(error).__name__}: {message}")
+            reasons.append(_in_words(error, needed))
     return reasons[0]
+
+
+def _in_words(error: Exception, needed: list[str]) -> str:
+    raised = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if needed:
+        return f"it needs {', '.join(needed)} beside its stream, as a conditioned block does; trying it without {raised}"
+    if re.search(r"permute|not enough values to unpack|dimension|size of tensor", str(error)):
+        return f"its stream is no (batch, tokens, width), as that of images is not; trying it with one {raised}"
+    return f"trying it with stand-ins for its sublayers {raised}"
 
 
 def _runs(module: nn.Module) -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import AdoptedBlock, fuse, fused_blocks
+from .attention import AdoptedAttention
+from .blocks import AdoptedBlock, fuse, fused_blocks, unfuse
 from .loss import calls_loss, replace_loss, restore_loss
 from .norms import AdoptedNorm, Site, replace_norms, restore_norms
-from .recognise import may_be_a_norm
 from .rotary import replace_rotary, restore_rotary
 from .trial import Trial, try_block
 
@@ -37,7 +37,7 @@ class Adoption:
     notes: list[str] = field(default_factory=list)  # what else a reader should know
 
     def undo(self) -> None:
-        """Gives the model back its own norms, sums and loss; its parameters keep their values."""
+        """Gives the model back its own norms, sums, rotary positions and loss; its parameters keep their values."""
         restore_rotary(self.model)
         restore_norms(self.model, verbose=False)
         restore_loss(self.model, verbose=False)
@@ -87,7 +87,7 @@ def adopt(
         verbose: print the table.
 
     Returns:
-        What was done; `.undo()` undoes it, as does `restore_norms(model)`.
+        What was done; `.undo()` undoes it.
 
     Raises:
         TypeError: model is no module, or `only` no function.
@@ -96,7 +96,7 @@ def adopt(
         raise TypeError(f"adopt: model is a {type(model).__name__}, expected a module; put blocks into an nn.ModuleList")
     if only is not None and not callable(only):
         raise TypeError(f"adopt: only is {only!r}, expected a function of name and module: only=lambda name, module: …")
-    was_adopted = any(isinstance(module, AdoptedNorm) for module in model.modules())
+    undo = _undoing(model)
     wanted = None if batch is None else _results(model, batch)
     found = Adoption(model)
     try:
@@ -115,11 +115,10 @@ def adopt(
         found.notes += _functional_norms(model)
         difference = "" if wanted is None else _difference(wanted, _results(model, batch))
     except BaseException:
-        if not was_adopted:
-            found.undo()
+        undo()
         raise
     if difference:
-        found.undo()
+        undo()
         found = Adoption(model, notes=[f"all undone: {difference}"])
     if verbose:
         print(found)
@@ -146,21 +145,37 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
     blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
-    others = nn.ModuleList(
-        module for module in block.modules() if may_be_a_norm(module) and not isinstance(module, AdoptedNorm)
-    )
+    undo = _undoing(block)
     replace_norms(block, verbose=False)
     trials: list[Any] = [
         "it is fused already; restore_norms undoes it" if fused_blocks(one) else try_block(one) for one in blocks
     ]
     if refused := [i for i, trial in enumerate(trials) if isinstance(trial, str)]:
-        restore_norms(others, verbose=False)
+        undo()
         i = refused[0]
         which = f"It is block {i} of {len(blocks)}, and all stay as they were"
         raise ValueError(f"fuse_prenorm_block({type(blocks[i]).__name__}): {trials[i]}. {which}")
     for one, trial in zip(blocks, trials, strict=True):
         fuse(one, trial, residual_in_fp32)
     return trials if stack else trials[0]
+
+
+def _undoing(model: nn.Module) -> Callable[[], None]:
+    """A function that undoes what is adopted from now on."""
+    before = {m for m in model.modules() if isinstance(m, AdoptedNorm | AdoptedAttention)} | {*fused_blocks(model).values()}
+    loss = getattr(model, "loss_function", None)
+
+    def undo() -> None:
+        for block in fused_blocks(model).values():
+            if block not in before:
+                unfuse(block)
+        new = [m for m in model.modules() if m not in before]
+        restore_rotary(nn.ModuleList(m for m in new if isinstance(m, AdoptedAttention)))
+        restore_norms(nn.ModuleList(m for m in new if isinstance(m, AdoptedNorm)), verbose=False)
+        if getattr(model, "loss_function", None) is not loss:
+            restore_loss(model, verbose=False)
+
+    return undo
 
 
 def _fuse_blocks(found: Adoption, only: Callable[[str, nn.Module], bool] | None) -> None:

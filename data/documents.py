@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from itertools import chain
+from os.path import exists, isdir, isfile  # which are False where Path's raise, as for a name that is too long
 from pathlib import Path
 from typing import Any
 
 from configs import machine
 from configs.schema import DataConfig, Source
 from data.cache import known_checksums
+from data.hub import go_offline_without_network
 from data.pieces import Blocks, Read
 from data.rows import CSV, ROWS, as_text, csv_rows, read_rows, read_text
 
@@ -68,8 +70,8 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         path = machine.expanded(pattern)
         # a file first, for a name with brackets in it
-        matches = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))  # noqa: PTH207  (absolute)
-        found = [Path(match).absolute() for match in matches if Path(match).is_file()]
+        matches = [str(path)] if isfile(path) else sorted(glob(str(path), recursive=True))  # noqa: PTH207  (absolute)
+        found = [Path(match).absolute() for match in matches if isfile(match)]
         if not found:
             raise FileNotFoundError(
                 f"data.files: {pattern} matches no file (relative paths start in {Path.cwd()}). "
@@ -112,10 +114,11 @@ def _hub(data: DataConfig) -> Documents:
     """
     assert data.path  # checked before
     folder = machine.expanded(data.path)
-    local = folder.is_dir()
-    if not local and (data.path.startswith((".", "/", "~")) or folder.exists()):
+    local = isdir(folder)
+    if not local and (data.path.startswith((".", "/", "~")) or exists(folder)):
+        file = f", but a file. Use data=text 'data.files=[{data.path}]'" if isfile(folder) else ""
         raise FileNotFoundError(
-            f"data.path={data.path} is no folder. Give owner/name on the Hugging Face Hub, or a local folder."
+            f"data.path={data.path} is no folder{file}. Give owner/name on the Hugging Face Hub, or a local folder."
         )
     try:
         begins = None if data.document_start is None else re.compile(data.document_start)
@@ -149,6 +152,7 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
     import datasets
 
     if folder is None:
+        go_offline_without_network()
         return datasets.load_dataset(data.path, data.subset, revision=data.revision, streaming=data.streaming)
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):  # of save_to_disk
         saved = datasets.load_from_disk(str(folder))
@@ -183,12 +187,13 @@ def _reading(data: DataConfig) -> Iterator[None]:
         why = error.__cause__ or error if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         if isinstance(why, OSError) and why.errno is not None:  # such as a full disk, for which the cache has the message
             raise why from None
-        hint = ""
+        hint = " A folder has no data.subset of the Hub: use data.subset=null." if data.subset and isdir(data.path) else ""
         if isinstance(error, OSError):  # no network, no such data set, or no access to it
             hint = (
                 " Check the name, the network, HF_HUB_OFFLINE and `hf auth login`. Without a network use a folder or data=text."
             )
-        raise ValueError(f"data.path={data.path}, data.subset={data.subset or 'null'} can't be read: {why}.{hint}") from error
+        what = f"data.path={data.path}, data.subset={data.subset or 'null'}, data.text_field={data.text_field}"
+        raise ValueError(f"{what} can't be read: {why}.{hint}") from error
 
 
 def join_lines(lines: Iterable[str], begins: re.Pattern[str]) -> Iterator[str]:

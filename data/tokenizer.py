@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import machine
 from data.encoder import Encoder, byte_alphabet, split_pattern
+from data.hub import go_offline_without_network
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>", "[SEP]")  # what some pretrained tokenizers call it
@@ -169,6 +171,7 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
     """A tokenizer.json by its path, or by the name of its repository on the Hub."""
     if path := pretrained_file(name):
         return Tokenizer.load(path)
+    go_offline_without_network()
     try:
         return Tokenizer(tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # the library raises bare Exception, offline and for an unknown name alike
@@ -181,8 +184,8 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
 def pretrained_file(name: str) -> Path | None:
     """The local tokenizer.json that `tokenizer.pretrained` names; None for a name on the Hub."""
     path = machine.expanded(name)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if path.is_file():
+    path = path / "tokenizer.json" if isdir(path) else path
+    if isfile(path):  # False where Path's raises, as for a name that is too long
         return path
     if name.endswith(".json") or name.startswith(("/", ".", "~")):
         raise FileNotFoundError(f"tokenizer.pretrained={name}: no such file. Give a tokenizer.json, or owner/name on the Hub.")

@@ -2,6 +2,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -180,13 +181,17 @@ def test_what_is_asked_of_the_hub_is_the_revision_and_its_lines_become_articles(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"text_field": "body", "streaming": True}, r"dataset, data.subset=null can't be read: .*'?body"),
+        ({"text_field": "body"}, r"dataset, data.subset=null, data.text_field=body can't be read: Column name \['body'\]"),
+        ({"text_field": "body", "streaming": True}, r"dataset, .*, data.text_field=body can't be read: .*'?body"),
         (
             {"text_field": "id"},
             "dataset, .* can't be read: row 1 of train: the column data.text_field=id has no text, but int 0",
         ),
         ({"val_split": "valid"}, "data.val_split=valid is not a split of .*dataset, which has: train"),
-        ({"subset": "french"}, "data.subset=french can't be read: BuilderConfig 'french' not found. Available: .*default"),
+        (
+            {"subset": "french"},
+            "data.subset=french, .* can't be read: BuilderConfig 'french' not found. .*use data.subset=null",
+        ),
         ({"document_start": "("}, r"data.document_start=\( is not a regular expression"),
         ({"path": "owner/name"}, "data.path=owner/name.* can't be read: .* Without a network use"),
     ],
@@ -195,6 +200,17 @@ def test_what_the_data_set_lacks_is_named(hub_config, settings, message):
     config = hub_config("json", {"id": list(range(40)), "text": TEXTS}, **settings)
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         load(config)
+
+
+def test_without_a_network_the_hub_is_not_tried_for_half_a_minute(text_config, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("socket.create_connection", Mock(side_effect=OSError))
+    monkeypatch.setattr("data.hub.getproxies", dict)
+    with pytest.raises(ValueError, match=r"Couldn't reach 'owner/name'.*OfflineMode.* Without a network use"):
+        load(replace(text_config, source=Source.hub, path="owner/name"))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
 
 
 def test_a_split_shorter_than_a_context_is_refused_with_its_length(text_config, notes):

@@ -114,7 +114,10 @@ def test_files_are_named_by_path_glob_home_and_from_the_working_folder(notes, tm
     [
         (text("notes/0.txt", "notes/missing.txt"), r"data\.files: notes/missing\.txt matches no file"),
         (text("notes"), r"matches no file .* a pattern such as notes/\*\.txt"),
+        (text("x" * 300), "x matches no file"),
         (hub("pipe"), r"data\.path=pipe is no folder"),
+        (hub("./" + "x" * 300), "x is no folder"),
+        (hub("notes/0.txt"), r"is no folder, but a file. Use data=text 'data.files=\[notes/0.txt\]'"),
         (hub("broken"), r"^data\.path=broken.* can't be read: .*JSON"),
     ],
 )

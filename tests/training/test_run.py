@@ -31,11 +31,12 @@ def _check(world, on, folder, shared):
     home = folder / ("both" if shared else f"node{world.rank}")
     (home / "run").mkdir(parents=True, exist_ok=True)
     os.chdir(home)
+    said = ""
     try:
         check_shared(Path("run"), world, patience_s=0.3)
     except ConfigError as error:
-        return {"error": str(error), "left": os.listdir("run")}
-    return {"error": "", "left": os.listdir("run")}
+        said = str(error)
+    return {"error": said, "left": [path.name for path in Path("run").iterdir()]}
 
 
 @pytest.mark.parametrize("shared", [True, False])

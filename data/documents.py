@@ -187,7 +187,9 @@ def _reading(data: DataConfig) -> Iterator[None]:
         why = error.__cause__ or error if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         if isinstance(why, OSError) and why.errno is not None:  # such as a full disk, for which the cache has the message
             raise why from None
-        hint = " A folder has no data.subset of the Hub: use data.subset=null." if data.subset and isdir(data.path) else ""
+        hint = (
+            " A folder has no data.subset of the Hub: use data.subset=null." if data.subset and isdir(data.path or "") else ""
+        )
         if isinstance(error, OSError):  # no network, no such data set, or no access to it
             hint = (
                 " Check the name, the network, HF_HUB_OFFLINE and `hf auth login`. Without a network use a folder or data=text."

@@ -19,6 +19,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SPLITS = ("train", "val")  # data.split.TRAIN, VAL
+MOST_THREADS = 32  # one thread reads for all of them
 BATCH = 2**18  # characters tokenised by one thread at a time: `tokenizers` takes 100 bytes of memory for each
 
 
@@ -32,6 +33,7 @@ def write_tokens(
     counts = {split: dict.fromkeys(("tokens", "bytes", "lost", "documents"), 0) for split in SPLITS}
     separator = np.array(tokenizer.separator, np.int64)
     bytes_of = tokenizer.bytes_of
+    tokenizer.encode_batch([])  # makes what all threads share
 
     def encoded(batch: list[Piece], stopping: Event) -> list[tuple[int, bytes, dict[str, int]]]:
         found: list[tuple[int, bytes, dict[str, int]]] = []
@@ -49,7 +51,7 @@ def write_tokens(
     with ExitStack() as stack:
         files = [stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS]
         batches = _batches(pieces if tokenizer.takes_pieces else _whole(pieces))
-        for batch in in_threads(encoded, batches, len(os.sched_getaffinity(0))):
+        for batch in in_threads(encoded, batches, min(os.cpu_count() or 1, MOST_THREADS)):
             for split, ids, more in batch:
                 files[split].write(ids)
                 for name, count in more.items():

@@ -145,19 +145,19 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str = BITS, against: str = 
     """
     groups, drawn = grouped(curves), []
     for group in groups:
-        train, val = (group.points(f"{part}/{FIGURES[unit]}", against) for part in ("train", "val"))
-        if not train[0] + val[0]:
+        (trained, _), (valid, spread) = (group.points(f"{part}/{FIGURES[unit]}", against) for part in ("train", "val"))
+        if not trained + valid:
             where = ", ".join(str(curve.folder) for curve in group.curves)
             raise ConfigError(f"{where}: recorded no {LABELS[unit]} by the same {against}. Use other --unit and --by.")
-        drawn.append((group.name, train[0], *val))
+        drawn.append((group.name, trained, valid, spread))
     ranked = sorted(range(len(drawn)), key=lambda at: (drawn[at][2] or drawn[at][1])[-1][1])
     chosen = sorted(ranked[:best])
     names = [textwrap.fill(drawn[at][0], 90) for at in chosen]
     figure, axes = pyplot.subplots(figsize=(7.2, 4.4 + 0.2 * sum(name.count("\n") + 1 for name in names)))
     for at in sorted(ranked[best:]):
-        _, train, val, _ = drawn[at]
-        axes.plot(*zip(*(val or train), strict=True), color=GREY, linewidth=0.6, alpha=0.4)
-    ends, entries = [], {}
+        axes.plot(*zip(*(drawn[at][2] or drawn[at][1]), strict=True), color=GREY, linewidth=0.6, alpha=0.4)
+    ends: list[float] = []
+    entries = {}
     for number, (at, name) in enumerate(zip(chosen, names, strict=True)):
         _, train, val, band = drawn[at]
         ends += limits(train, val)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 import configs
 from configs import Config, ConfigError
 from data import Tokenizer
+from data.order import VERSION
 from measure.environment import environment
 from training import storage
 from training.checkpoint import Stored, Validation
@@ -54,6 +55,11 @@ class Start:
     @property
     def step(self) -> int:
         return self.stored.step if self.stored else 0
+
+    @property
+    def order(self) -> int:
+        """The version of data.order that the run begins or goes on with."""
+        return self.stored.order if self.stored else VERSION
 
     @property
     def finished(self) -> bool:
@@ -238,8 +244,8 @@ def check_shared(folder: Path, world: World, patience_s: float = 10.0) -> None:
             while not (folder / name).exists():
                 if monotonic() > until:
                     raise ConfigError(
-                        f"folder={relative(folder)}: rank {world.rank} on {gethostname()} does not see the files that the first "
-                        "rank writes there. All nodes need one shared folder: folder=PATH."
+                        f"folder={relative(folder)}: rank {world.rank} on {gethostname()} does not see the files that the "
+                        "first rank writes there. All nodes need one shared folder: folder=PATH."
                     )
                 sleep(0.1)
     finally:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 import tokenizers
+from tokenizers import pre_tokenizers
 
 # The alternatives of the patterns that GPT-2, GPT-4, GPT-4o, Llama 3, Qwen and others split text by. None of them goes on
 # behind a seam (data.pieces), or depends on what is there.
@@ -30,6 +31,7 @@ _ALTERNATIVES = (
         for endings in ("", f"{_ENDINGS}?")
     ),
 )
+_OF_EACH_CLASS = "aAǅʰ日\u03011!/'\t\n\r \x01"
 _KNOWN = "|".join(map(re.escape, _ALTERNATIVES))
 
 
@@ -47,7 +49,10 @@ def split_pattern(described: dict[str, Any]) -> str | None:
         return GPT2
     way = (first[0].get("behavior"), first[0].get("invert"))
     pattern = first[0].get("pattern", {}).get("Regex", "") if way in (("Isolated", False), ("Removed", True)) else ""
-    return pattern if re.fullmatch(rf"(?:{_KNOWN})(?:\|(?:{_KNOWN}))*", pattern) else None
+    if not re.fullmatch(rf"(?:{_KNOWN})(?:\|(?:{_KNOWN}))*", pattern):
+        return None
+    matched = pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)  # what is not matched may go on anywhere
+    return pattern if all(matched.pre_tokenize_str(character) for character in _OF_EACH_CLASS) else None
 
 
 class Encoder:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from contextlib import suppress
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -9,7 +10,6 @@ from urllib.request import getproxies
 
 def go_offline_without_network() -> None:
     """Makes the Hub's libraries use their cache at once where the Hub can't be reached. They would try for half a minute."""
-    import datasets
     import huggingface_hub
 
     hub = urlsplit(huggingface_hub.constants.ENDPOINT)
@@ -17,5 +17,7 @@ def go_offline_without_network() -> None:
         if not getproxies():  # else only the proxy knows
             socket.create_connection((hub.hostname or "", hub.port or 443), timeout=5).close()
         return
-    os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that are started
-    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"  # of what is imported later
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    if datasets := sys.modules.get("datasets"):
+        datasets.config.HF_HUB_OFFLINE = True

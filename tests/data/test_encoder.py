@@ -117,10 +117,11 @@ def tiny(merges: list[tuple[str, str]], **model) -> Tokenizer:
         (tiny([("a", "b"), ("b", "c")], end_of_word_suffix="</w>"), "abc"),
         (Tokenizer(made(r"\w+|\s+|[^\w\s]+")), "abc d"),  # a pattern that may split elsewhere
         (Tokenizer(made(LLAMA3, normalizers.Lowercase())), "ABC"),
+        (Tokenizer(made(LLAMA3.replace(r"|\p{N}{1,3}", ""))), "a 1 2"),  # "1" is in no part, and what is in none goes on
     ],
 )
 def test_where_the_tokens_might_differ_tiktoken_is_not_used(tokenizer, text):
-    assert tokenizer._encoder is None
+    assert tokenizer._encoder is None and (tokenizer.takes_pieces == (text == "abc"))
     assert tokenizer.encode_batch([text])[0].tolist() == tokenizer.encode(text)
 
 

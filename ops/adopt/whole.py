@@ -1,6 +1,6 @@
 """A whole model in one call.
 
-print(adopt(model))         model.layers.{0…31}.input_layernorm: 32 × LlamaRMSNorm(4096), with the add before it
+print(adopt(model))         model.layers.{0…31}.input_layernorm: 32 × LlamaRMSNorm(4096), with the stream past it
 adopt(model).undo()
 """
 
@@ -186,13 +186,15 @@ def _fuse_blocks(found: Adoption, only: Callable[[str, nn.Module], bool] | None)
             continue
         if block in tried or (only and not only(name, block)):
             continue
-        tried.update(parts if is_stacked else [block])
         trial = found_of[type(block)] = try_block(block, like if isinstance(like := found_of.get(type(block)), Trial) else None)
+        tried.update([block] if isinstance(trial, str) else parts)
         if not isinstance(trial, str):
             fuse(block, trial)
             found.blocks[name] = trial
         elif is_stacked:
             found.left[name] = trial
+    for name in [name for name in found.left if any(fused.startswith(f"{name}.") for fused in found.blocks)]:
+        del found.left[name]  # a part of it is fused
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:

@@ -66,12 +66,31 @@ def test_the_stream_stays_in_fp32_where_asked(device):
     assert model.blocks[1](model.blocks[0](x)).dtype == torch.float32
 
 
-def test_compiled_without_a_graph_break(device):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_without_a_graph_break(checkpointed, device):
     torch._dynamo.reset()
-    model, x = fused(Model(p=0.1)).to(device).eval(), torch.randn(3, N, device=device)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), model(x))
-    assert compiled.train()(x).isfinite().all()
+    torch.manual_seed(0)
+    model, x = fused(Model()).to(device), torch.randn(3, N, device=device)
+    wanted = gradients(model, x)
+    if checkpointed:
+        model.blocks = nn.ModuleList(Checkpointed(block, False) for block in model.blocks)
+    torch.testing.assert_close(gradients(compiled(model, graphs := []), x), wanted)
+    dropping, graphs = fused(Model(p=0.1)).to(device), []
+    assert checkpointed or compiled(dropping, graphs)(x).isfinite().all()
+    for graph in graphs:  # of each block two norms and a sum, and the last norm
+        assert sum("norm" in str(node.target) for node in graph.graph.nodes if node.op == "call_function") == 7
+
+
+def compiled(model, graphs):
+    return Compiled(torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward), model)
+
+
+class Compiled:
+    def __init__(self, call, model):
+        self.call, self.parameters = call, model.parameters
+
+    def __call__(self, x):
+        return self.call(x)
 
 
 def test_activation_checkpointing_around_a_fused_block(device):

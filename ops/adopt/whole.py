@@ -81,7 +81,7 @@ def adopt(
         verbose: print the table.
 
     Returns:
-        What was done; `.undo()` undoes it, as does `restore_norms(model)`.
+        What was done; `.undo()` undoes it, as do `restore_rotary`, `restore_norms` and `restore_loss`.
     """
     found = Adoption(model, replace_norms(model, only=only, verbose=False))
     for name, block in _blocks(model) if blocks else ():

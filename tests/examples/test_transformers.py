@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from ops import adopt, restore_loss, restore_norms
+from ops import adopt, restore_loss, restore_norms, restore_rotary
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
@@ -50,6 +50,7 @@ def test_gradients_and_generated_tokens_are_those_of_the_model_and_restoring_giv
     torch.testing.assert_close(gradients(fused), gradients(model), rtol=1e-3, atol=1e-5)
     texts = [one.generate(TOKENS[:, :4], max_new_tokens=6, do_sample=False, pad_token_id=0) for one in pair]
     assert torch.equal(*texts)
+    restore_rotary(fused)
     restore_norms(fused, verbose=False)
     restore_loss(fused, verbose=False)
     assert [type(module) for module in fused.modules()] == [type(module) for module in model.modules()]

@@ -57,6 +57,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             seed=cfg.seed,
             rank=world.rank,
             ranks=world.size,
+            order=run.origin.order,
         )
         # before training, so that a prompt that can't be encoded costs nothing
         prompt = encode_prompt(corpus.tokenizer, cfg.sample.prompt) if cfg.sample.tokens else []

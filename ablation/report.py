@@ -1,5 +1,6 @@
 """report.md: what an ablation found, for somebody who was not there."""
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -10,7 +11,7 @@ from ablation.gpu_time import IDLE, parts_ms
 from ablation.records import Ablation, Cell
 from ablation.variants import GRAPH
 from measure import tables
-from measure.comparison import AGAIN, NO_KERNEL, is_different
+from measure.comparison import AGAIN, NO_KERNEL, TORCH, is_different
 from measure.files import replace_text
 from measure.statistics import spread
 from measure.tables import NOTHING, aligned, capital, interval_text, label, markdown, number, section, wrapped
@@ -71,8 +72,8 @@ def _headline(ablation: Ablation) -> str:
 def _verdicts(ablation: Ablation) -> list[str]:
     """A line for each cell, and for each test of parity."""
     timed = [f"{capital(cell.title)}: {cell.verdict}." for cell in ablation.cells]
-    timed += [f"{capital(label(over, 'all cells'))}: {said}." for over, said in _fastest(ablation.cells)]
-    return timed + [f"{capital(label(one.overrides))}, {one.arm}: {one.verdict}" for one in ablation.parity]
+    fastest = [f"{capital(label(over, 'all cells'))}: {said}." for over, said in _fastest(ablation.cells)]
+    return fastest + timed + [f"{capital(label(one.overrides))}, {one.arm}: {one.verdict}" for one in ablation.parity]
 
 
 def _fastest(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, str], str]]:
@@ -82,12 +83,11 @@ def _fastest(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, str], str]]:
         ours = min(own, key=lambda cell: cell.steps_ms[cell.subject])
         other = min(own, key=lambda cell: cell.steps_ms[cell.opponents[0]])
         ms, its_ms = ours.steps_ms[ours.subject], other.steps_ms[other.opponents[0]]
-        paired = interval_text(ours.against(ours.opponents[0]).speedup) if ours is other else f"{its_ms / ms:.3f}, not paired"
-        yield (
-            overrides,
-            f"the fastest step with {ours.subject} takes {number(ms)} ms ({ours.mode}), the fastest with another arm "
-            f"{number(its_ms)} ms ({other.opponents[0]}, {other.mode}): {paired} ×",
-        )
+        found = ours.against(ours.opponents[0]).speedup
+        paired = f"{found.median:.3f} × (95 % {found.low:.3f} to {found.high:.3f})"
+        said = f"the fastest step with {ours.subject} takes {number(ms)} ms ({ours.mode}), the fastest with another arm "
+        said += f"{number(its_ms)} ms ({other.opponents[0]}, {other.mode}): "
+        yield overrides, said + (paired if ours is other else f"{its_ms / ms:.3f} ×, of two cells")
 
 
 def _listed(lines: Sequence[str]) -> str:
@@ -147,6 +147,10 @@ def _gpu_time(cells: Sequence[Cell]) -> str:
             f"bandwidth they reach {', '.join(reached) or 'nothing'}. Amdahl limit, an estimate: at copy bandwidth this step "
             f"is {' and '.join(limits)}. A CPU-bound step may gain more, by fewer launches."
         )
+        # Of F.rms_norm PyTorch has more than one from 2.13 on.
+        ran = {kernel.name for kernel in found.kernels.get(TORCH, ()) if kernel.group == "norm"}
+        if own := sorted({match[0][:60] for name in ran if (match := re.search(r"\w*norm\w*", name, re.IGNORECASE))}):
+            said += f" The norms of {TORCH} ran {', '.join(own)}."
         waits = {name: of[IDLE] / sum(of.values()) for name, of in parts.items()}
         if max(waits.values()) > WAITING:
             idle = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in waits.items())

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from measure.statistics import Interval, mean_interval, t_tail
-from ops.adopt.lazy import Lazy
+from ops.adopt import lazy
+from ops.adopt.norms import AdoptedNorm
 
 REFERENCE, REORDERED = "reference", "reordered"
 LEVEL = 0.01
@@ -101,19 +103,29 @@ def row_scales(
     fills = not rows
 
     @torch.no_grad()
-    def keep(name: str, output: Tensor | Lazy | tuple[Tensor, ...]) -> None:
-        y = output[0] if isinstance(output, tuple) else output
-        y = (y.peek() if isinstance(y, Lazy) else y).detach()
+    def keep(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
+        y = (output[0] if isinstance(output, tuple) else output).detach()
         if fills:
             rows[name] = y
         a = rows[name]
         y = y.to(rounded_to or y.dtype).to(a.device, a.dtype)
         scales[name] = (y * a).sum(-1) / (a * a).sum(-1).clamp_min(1e-30)
 
-    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in sites.items()]
+    # An adopted norm that has a hook computes nothing together with the sum before it, so it is watched.
+    adopted = {site: name for name, site in sites.items() if isinstance(site, AdoptedNorm)}
+    others = [(name, site) for name, site in sites.items() if site not in adopted]
+    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in others]
+
+    def watch(what: object, x: object, y: Any = None) -> None:
+        if what in adopted:
+            with torch.no_grad():  # so that what waits for its sum goes on waiting
+                keep(adopted[what], lazy.settled(y))
+
+    lazy.WATCH = watch
     try:
         yield scales
     finally:
+        lazy.WATCH = None
         for hook in hooks:
             hook.remove()
 

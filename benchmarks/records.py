@@ -66,9 +66,9 @@ RECORDS = (
         5,
     ),
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre ablate.cycles=6", 8),
-    Record("shakespeare_char", CHAR, 3),
+    Record("shakespeare_char", CHAR, 5),
     Record(
-        "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 3
+        "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 2
     ),
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 3),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
@@ -76,7 +76,7 @@ RECORDS = (
     Record("adoption", "-m benchmarks.adoption", 3),
     Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 2),
-    Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=18 ablate.parity_seeds=0", 2),
+    Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=18 ablate.parity_seeds=0", 3),
     Record("gpt2_medium", f"{MEDIUM} model.dropout=0.1 ablate.cycles=6 ablate.compile=false", 3),
 )
 

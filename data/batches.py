@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from data.order import VERSION, Order
 from data.windows import cut
 
 MOST_EPOCHS = 100  # in a batch: more are a mistake, and drawing them all would take hours
@@ -23,10 +24,20 @@ class Batches:
     """Training batches: `inputs, targets = batches[step]`, two int64 CPU tensors of shape [batch_size // ranks, context].
 
     `tokens` is a one-dimensional array of more than `context` integers. Of a memmap, only the windows of a batch are read.
-    Targets are the inputs shifted by one token.
+    Targets are the inputs shifted by one token. `order` is the version of `data.order` that a run has begun with.
     """
 
-    def __init__(self, tokens: np.ndarray, *, context: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        context: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        order: int = VERSION,
+    ) -> None:
         targets = len(tokens) - 1  # the last token has no successor
         assert targets >= context and batch_size % ranks == 0  # load_corpus and configs.rules
         self.tokens = tokens
@@ -44,21 +55,21 @@ class Batches:
         room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
 
         @lru_cache(maxsize=2)  # a batch may span two epochs
-        def starts_of_epoch(epoch: int) -> np.ndarray:
-            """First tokens of an epoch's windows in the order of training, int64 [windows]."""
-            # Random bits instead of Generator methods: NumPy promises the same bits in every version, and a resumed run may
-            # have a newer version.
-            bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(self.windows + 1)
-            return int(bits[0]) % room + context * np.argsort(bits[1:], kind="stable").astype(np.int64)
+        def epoch_order(epoch: int) -> tuple[int, Order]:
+            windows = Order(self.windows, seed, epoch, order)
+            return windows.random % room, windows
 
-        self._starts_of_epoch = starts_of_epoch
+        self._epoch_order = epoch_order
 
     def starts(self, step: int) -> np.ndarray:
         """The first token of each of this rank's windows, int64 [batch_size // ranks]."""
         first = step * self.batch_size + self.rank * self.rows  # this rank's first window, counted over all epochs
         epochs, windows = np.divmod(first + np.arange(self.rows), self.windows)
-        starts = [self._starts_of_epoch(int(epoch))[windows[epochs == epoch]] for epoch in np.unique(epochs)]
-        return np.concatenate(starts)
+        starts = np.empty_like(windows)
+        for epoch in np.unique(epochs):
+            offset, order = self._epoch_order(int(epoch))
+            starts[epochs == epoch] = offset + self.context * order[windows[epochs == epoch]]
+        return starts
 
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         return _pair(cut(self.tokens, self.starts(step), self.context + 1))

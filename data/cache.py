@@ -3,6 +3,7 @@
 CACHE/NAME-KEY/              SHA256SUMS of its other files, which are compared whenever the folder is opened
 CACHE/.KEY-USER.building/    the folder while it is built
 CACHE/.KEY-USER.lock         held meanwhile
+CACHE/.sums/                 what large files of text were when they were hashed, by their paths
 
 Users may share a cache: nobody waits for a lock of another user. If two build the same folder at once, the first one's stays.
 """
@@ -11,17 +12,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from hashlib import file_digest, sha256
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from configs import machine
+from measure.progress import progress
 
 SUMS = "SHA256SUMS"
+SAMPLES, SAMPLE = 64, 2**14  # of a large file of text: how many, and their bytes
 LARGE = 2**28  # bytes; to read larger files of the cache at every start would make it slow
 
 
@@ -39,11 +44,12 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
     safe = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "corpus"
     folder = cache / f"{safe}-{key}"
     try:
+        _sweep(cache)
         if not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=cache).close()  # FileLock would wait for ever if no file can be made
             own = f".{key}-{os.getuid()}"
-            with FileLock(cache / f"{own}.lock"):
+            with _waiting_for(cache / f"{own}.lock", name):
                 if not folder.is_dir():  # no other process built it while this one waited
                     _build(folder, cache / f"{own}.building", build)
     except OSError as error:
@@ -56,6 +62,29 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
     except (OSError, ValueError) as error:
         raise ValueError(f"the cached corpus can't be read: {error}. Delete {folder}; the next start remakes it.") from error
     return folder
+
+
+@contextmanager
+def _waiting_for(lock: Path, name: str) -> Iterator[None]:
+    """Holds a lock. Says so if another process holds it for a second; of the ranks of a node, the first one says it."""
+    held = FileLock(lock)
+    try:
+        held.acquire(timeout=1)
+    except Timeout:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"data.name={name}: another process prepares it in {lock.parent}. Waiting.", file=sys.stderr, flush=True)
+        held.acquire()
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _sweep(cache: Path) -> None:
+    """Deletes what killed runs of this user have left half built: their locks are free."""
+    for building in cache.glob(f".*-{os.getuid()}.building"):
+        with suppress(Timeout, PermissionError), FileLock(building.with_suffix(".lock"), timeout=0):
+            shutil.rmtree(building, ignore_errors=True)
 
 
 def _build(folder: Path, building: Path, build: Callable[[Path], None]) -> None:
@@ -76,13 +105,48 @@ def _build(folder: Path, building: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(building, ignore_errors=True)  # not there after the renaming
 
 
-def checksums(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of the content of each file, in hexadecimal."""
+def checksums(paths: Sequence[Path], advance: Callable[[int], object] = lambda size: None) -> list[str]:
+    """SHA-256 of the content of each file, in hexadecimal. `advance` is called with the bytes that have been read."""
     found = []
     for path in paths:
+        hashed = sha256()
         with path.open("rb") as file:
-            found.append(file_digest(file, "sha256").hexdigest())
+            while block := file.read(2**20):
+                hashed.update(block)
+                advance(len(block))
+        found.append(hashed.hexdigest())
     return found
+
+
+def known_checksums(paths: Sequence[Path], cache: Path) -> list[str]:
+    """`checksums` of files of text. A large file whose size, times and samples are as before is not read again."""
+    sizes = [path.stat().st_size for path in paths]
+    with progress(sum(sizes), "reading files", "B", unit_scale=True, delay=1, leave=False) as bar:
+        return [_known_checksum(path, cache, bar.update) for path in paths]
+
+
+def _known_checksum(path: Path, cache: Path, advance: Callable[[int], object]) -> str:
+    status, samples = path.stat(), sha256()
+    if status.st_size <= SAMPLES * SAMPLE:
+        return checksums([path], advance)[0]
+    with path.open("rb") as file:
+        for at in range(SAMPLES):
+            file.seek((status.st_size - SAMPLE) * at // (SAMPLES - 1))
+            samples.update(file.read(SAMPLE))
+    now = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino} {samples.hexdigest()}"
+    known = cache / ".sums" / sha256(os.fsencode(path.absolute())).hexdigest()[:32]
+    with suppress(OSError, ValueError):
+        before, digest = known.read_text(encoding="utf-8").split("\n")
+        if before == now:
+            advance(status.st_size)
+            return digest
+    [digest] = checksums([path], advance)
+    with suppress(OSError):  # a cache that can't be written
+        known.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=known.parent, delete=False) as note:
+            note.write(f"{now}\n{digest}")
+        Path(note.name).replace(known)
+    return digest
 
 
 def verify(folder: Path, parts: Iterable[str] | None = None, largest: float = float("inf")) -> None:

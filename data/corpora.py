@@ -2,11 +2,13 @@
 
 import json
 import math
+import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,17 @@ import numpy as np
 from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data.cache import cached_folder
 from data.documents import Documents, find_documents
+from data.pieces import in_pieces
 from data.rows import CSV
-from data.split import TRAIN, Labelled, split_documents
-from data.tokenizer import Tokenizer, char_tokenizer, cut, pretrained_file, pretrained_tokenizer, train_bpe
-from data.tokens import write_tokens
+from data.split import TRAIN, Advance, Labelled, split_documents
+from data.tokenizer import Tokenizer, char_tokenizer, pretrained_file, pretrained_tokenizer, train_bpe
+from data.tokens import in_threads, write_tokens
+from measure.progress import progress
 
 FORMAT = 2  # of the cache; another number makes every corpus anew
-BPE_CHARACTERS = 2**28  # of training text that BPE learns from; more text hardly changes the merges
+# Bytes of training text that BPE learns from, at least, and for each token; more text hardly changes the merges.
+BPE_BYTES, BPE_BYTES_OF_TOKEN = 2**24, 2**13
+SHORT = 4096  # characters given to the trainer at once; a signal waits for the next
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,12 @@ def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -
     """
     documents = find_documents(data)
     settings = _settings(data, tokenizer, documents)
-    again = any(Path(name).suffix.lower() in CSV for name in data.files)  # older versions left out what no column took
+    # Older versions left out what no column of a row took, and counted three bytes of "▁" as one.
+    again = tokenizer.kind == TokenizerKind.char or any(Path(name).suffix.lower() in CSV for name in data.files)
     folder = cached_folder(
         data.cache_dir,
         data.called,
-        settings | ({"strict": True} if again else {}),
+        settings | ({"again": True} if again else {}),
         build=lambda folder: _build(folder, data, tokenizer, documents, settings),
     )
     corpus = _open(folder, data.called)
@@ -110,31 +117,63 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
     scratch = folder / "scratch"
     scratch.mkdir()
     # A pretrained tokenizer is loaded first, so that its absence is known before the documents are read.
-    pretrained = pretrained_tokenizer(str(config.pretrained)) if config.kind == TokenizerKind.pretrained else None
-    labelled = split_documents(*documents.open(scratch), data)
-    tokenizer = pretrained or _train_tokenizer(config, labelled)
+    tokenizer = pretrained_tokenizer(str(config.pretrained)) if config.kind == TokenizerKind.pretrained else None
+    with _stage(data.called, "reading", documents.bytes) as bar:
+        labelled = split_documents(*documents.open(scratch), data, bar.update)
+    tokenizer = tokenizer or _train_tokenizer(config, data.called, labelled)
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    counts = write_tokens(folder, labelled, tokenizer, dtype)
+    with _stage(data.called, "writing tokens", labelled.bytes) as bar:
+        counts = write_tokens(folder, labelled.read(), tokenizer, dtype, bar.update)
     shutil.rmtree(scratch)
+    if find_documents(data).identity != documents.identity:
+        raise ValueError(f"data.name={data.called}: the text has changed while it was read. Start again.")
     facts = {"settings": settings, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name, "splits": counts}
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _train_tokenizer(config: TokenizerConfig, documents: Labelled) -> Tokenizer:
+def _stage(name: str, what: str, total: int | None) -> Any:
+    return progress(total, f"{name}: {what}", "B", unit_scale=True, delay=1, leave=False, miniters=0)
+
+
+def _train_tokenizer(config: TokenizerConfig, name: str, labelled: Labelled) -> Tokenizer:
     if config.kind == TokenizerKind.char:
-        # Characters of both splits, as the validation text must have tokens too.
-        return char_tokenizer(set().union(*(document for _, document in documents())))
+        alphabet: set[str] = set()
+        with _stage(name, "characters", labelled.bytes) as bar:
+            for _, text, _ in labelled.read():  # of both splits, as the validation text must have tokens too
+                alphabet.update(text)
+                bar.update(len(text.encode()))
+        return char_tokenizer(alphabet)
+    most = max(BPE_BYTES, config.vocab_size * BPE_BYTES_OF_TOKEN)
 
-    def texts() -> Iterator[str]:
-        left = BPE_CHARACTERS
-        for piece in (piece for split, document in documents() if split == TRAIN for piece in cut(document)):
-            yield piece
-            left -= len(piece)
-            if left <= 0:
+    def train(texts: Iterator[str], stopping: Event) -> Tokenizer:
+        return train_bpe(_until(stopping, texts), config.vocab_size)
+
+    with _stage(name, "training the tokenizer", min(most, labelled.train_bytes or most)) as bar:
+        [tokenizer] = in_threads(train, [_sample(labelled, most, bar.update)], threads=1, meanwhile=lambda: bar.update(0))
+    return tokenizer
+
+
+def _until(stopping: Event, texts: Iterator[str]) -> Iterator[str]:
+    for text in texts:
+        if stopping.is_set():
+            raise InterruptedError
+        yield text
+
+
+def _sample(labelled: Labelled, most: int, advance: Advance) -> Iterator[str]:
+    """Training text of about `most` bytes, from all parts of a corpus; of a stream, which is read once, its first."""
+    share = 1.0 if labelled.train_bytes is None else most / max(labelled.train_bytes, 1)
+    choose = random.Random(0)  # a step of equal size would find the same source again and again where sources take turns
+    left = most
+    for split, text, _ in labelled.read():
+        if split == TRAIN and (share >= 1 or choose.random() < share):
+            for piece, _ in in_pieces([(text, True)], size=SHORT):
+                yield piece
+            advance(size := len(text.encode()))
+            left -= size
+            if left <= 0 and labelled.train_bytes is None:
                 return
-
-    return train_bpe(texts(), config.vocab_size)
 
 
 def _open(folder: Path, name: str) -> Corpus:

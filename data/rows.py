@@ -6,6 +6,7 @@ Whatever a row has that no column takes, and whatever is no text, is an error th
 import csv
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ csv.field_size_limit(2**31 - 1)  # of a document; the default would refuse long 
 
 CSV = (".csv", ".tsv")
 Rows = Iterator[tuple[str, Any]]  # where the row is, and what its column of text holds
+BLOCK = 2**20  # characters read at once
 
 
 def read_rows(path: Path, field: str) -> Iterator[str]:
@@ -32,25 +34,31 @@ def as_text(value: Any, where: str, field: str) -> str:
     return value or ""
 
 
-def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, line ends included, without the byte order mark. Raises ValueError for what is no text."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            yield decoded(line, number, begins=number == 1)
-
-
-def decoded(line: bytes, number: int, begins: bool) -> str:
+def read_text(path: Path, lines: bool = False) -> Iterator[str]:
+    """Blocks of a UTF-8 file, or its lines with their ends, without the byte order mark. Raises ValueError: it is no text."""
     try:
-        if b"\0" in line:
-            raise ValueError("has a zero byte, as UTF-16 and binary files have")
-        return line.decode("utf-8-sig" if begins else "utf-8")
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for text in file if lines else iter(partial(file.read, BLOCK), ""):
+                if "\0" in text:
+                    raise ValueError
+                yield text
     except ValueError as error:
-        raise ValueError(f"line {number}: {error}. Only UTF-8 text can be read; `iconv` converts others") from error
+        with path.open("rb") as file:  # again, by lines
+            number, why = next(filter(lambda line: line[1], enumerate(map(_why_no_text, file), start=1)))
+        raise ValueError(f"line {number}: {why}. Only UTF-8 text can be read; `iconv` converts others") from error
+
+
+def _why_no_text(line: bytes) -> str | None:
+    try:
+        line.decode()
+    except ValueError as error:
+        return str(error)
+    return "it has a zero byte, as UTF-16 and binary files have" if b"\0" in line else None
 
 
 def json_rows(path: Path, field: str) -> Rows:
     """One JSON object a line. Blank lines are no rows."""
-    lines = ((number, line) for number, line in enumerate(read_lines(path), start=1) if line.strip())
+    lines = ((number, line) for number, line in enumerate(read_text(path, lines=True), start=1) if line.strip())
     for row, (number, line) in enumerate(lines, start=1):
         where, hint = f"row {row}, line {number}", " `jq -c '.[]'` makes an object a line of a list" if row == 1 else ""
         try:
@@ -79,7 +87,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def csv_rows(path: Path, field: str | None) -> Rows:
     """Rows below a header, quoted as `csv.writer` and pandas quote. With field=None they are only checked."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    reader = csv.reader(read_lines(path), delimiter=delimiter, strict=True)
+    reader = csv.reader(read_text(path, lines=True), delimiter=delimiter, strict=True)
     columns, at, row = None, 0, 0
     try:
         for fields in filter(None, reader):  # a blank line is no row

@@ -1,22 +1,33 @@
 """The split of a corpus into text to train on and text to validate on."""
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
 
 import numpy as np
 
 from configs.schema import DataConfig
-from data.documents import Read
-from data.tokenizer import cut
+from data.pieces import Blocks, Read, in_pieces
 
 TRAIN, VAL = 0, 1
 
-Labelled = Callable[[], Iterator[tuple[int, str]]]  # TRAIN or VAL, and a document; each call reads the corpus again
+Piece = tuple[int, str, bool]  # TRAIN or VAL, text, and whether its document ends with it
+Advance = Callable[[int], object]  # called with the bytes of text that have been read
 
 
-def split_documents(train: Read, val: Read | None, data: DataConfig) -> Labelled:
-    """All documents with text, each marked with its split.
+@dataclass(frozen=True)
+class Labelled:
+    """All documents with text in pieces, each marked with its split."""
+
+    read: Callable[[], Iterable[Piece]]  # each call reads the corpus again
+    bytes: int | None = None  # of the text; None: of a stream, which is not known
+    train_bytes: int | None = None
+
+
+def split_documents(train: Read, val: Read | None, data: DataConfig, advance: Advance = lambda size: None) -> Labelled:
+    """Splits the documents.
 
     - With data.val_split the source has both splits.
     - Without it, whole documents are held out in the order of a hash of their content, until their bytes are closest to
@@ -25,23 +36,35 @@ def split_documents(train: Read, val: Read | None, data: DataConfig) -> Labelled
     - A stream is read once and its size is not known. Each of its documents is held out with probability data.val_fraction,
       by the same hash.
     """
+    fraction, most = data.val_fraction, data.max_documents
 
-    def with_text(documents: Read) -> Iterator[str]:
-        return filter(None, islice(documents(), data.max_documents))
+    def read(documents: Read, split_of: Callable[[int], int]) -> Iterator[Piece]:
+        number = 0
+        for text, ends in in_pieces(documents(), most):
+            yield split_of(number), text, ends
+            number += ends
 
-    fraction = data.val_fraction
-    if val is not None:
-        return lambda: chain(((TRAIN, one) for one in with_text(train)), ((VAL, one) for one in with_text(val)))
+    def both() -> Iterable[Piece]:
+        assert val is not None
+        return chain(read(train, lambda number: TRAIN), read(val, lambda number: VAL))
+
+    def stream() -> Iterator[Piece]:
+        for document in islice(train(), most):  # a row, with its end
+            [hashed], _ = _described([document])
+            yield from ((VAL if hashed < fraction * 2**64 else TRAIN, *piece) for piece in in_pieces([document]))
+
     if data.streaming:
-        return lambda: ((VAL if _hash(one)[0] < fraction * 2**64 else TRAIN, one) for one in with_text(train))
-    described = np.array([_hash(one) for one in with_text(train)], np.uint64).reshape(-1, 2)
-    hashes, sizes = described[:, 0], described[:, 1].astype(np.int64)
+        return Labelled(stream if val is None else both)
+    hashes, sizes = _described(in_pieces(train(), most), advance)
+    total = int(sizes.sum())
+    if val is not None:
+        return Labelled(both, total + int(_described(in_pieces(val(), most), advance)[1].sum()), total)
     if len(np.unique(hashes)) > 1:
         held_out = hold_out(hashes, sizes, fraction)
-        return lambda: ((int(held), one) for held, one in zip(held_out, with_text(train), strict=True))
+        return Labelled(lambda: read(train, lambda number: int(held_out[number])), total, int(sizes[~held_out].sum()))
     size = int(sizes[:1].sum())  # of a document: all are as long as the first
     position = min(int(size * (1 - fraction)), size - 1)
-    return lambda: chain.from_iterable(_cut_at(position, one) for one in with_text(train))
+    return Labelled(lambda: _cut_at(position, in_pieces(train(), most)), total, position * len(sizes))
 
 
 def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
@@ -65,20 +88,31 @@ def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarr
     return chosen[group]
 
 
-def _hash(document: str) -> tuple[int, int]:
-    """A hash of a document's UTF-8 text, and its bytes."""
-    utf8 = document.encode()
-    return int.from_bytes(blake2b(utf8, digest_size=8).digest()), len(utf8)
+def _described(documents: Blocks, advance: Advance = lambda size: None) -> tuple[np.ndarray, np.ndarray]:
+    """A hash of each document's UTF-8 text, uint64, and its bytes, int64."""
+    hashes, sizes = array("Q"), array("q")
+    hashed, size = blake2b(digest_size=8), 0
+    for text, ends in documents:
+        hashed.update(utf8 := text.encode())
+        size += len(utf8)
+        advance(len(utf8))
+        if ends:
+            hashes.append(int.from_bytes(hashed.digest()))
+            sizes.append(size)
+            hashed, size = blake2b(digest_size=8), 0
+    return np.array(hashes, np.uint64), np.array(sizes, np.int64)
 
 
-def _cut_at(position: int, document: str) -> Iterator[tuple[int, str]]:
-    """The first `position` bytes are to train on. The piece there is cut at a line end, or between characters."""
-    end = 0
-    for piece in cut(document):
-        if len(utf8 := piece.encode()) > position:
-            head = utf8[:position].decode(errors="ignore")  # drops the bytes of a character cut in two
-            end += head.rfind("\n", len(head) * 9 // 10) + 1 or len(head)
-            break
-        position -= len(utf8)
-        end += len(piece)
-    yield from ((split, text) for split, text in ((TRAIN, document[:end]), (VAL, document[end:])) if text)
+def _cut_at(position: int, pieces: Blocks) -> Iterator[Piece]:
+    """The first `position` bytes of a document are to train on. The piece there is cut at a line end, or between characters."""
+    left = position
+    for text, ends in pieces:
+        if 0 <= left < len(utf8 := text.encode()):
+            head = utf8[:left].decode(errors="ignore")  # drops the bytes of a character cut in two
+            end = head.rfind("\n", len(head) * 9 // 10) + 1 or len(head)
+            if end or left < position:
+                yield TRAIN, text[:end], True
+            yield VAL, text[end:], ends
+        else:
+            yield VAL if left < 0 else TRAIN, text, ends
+        left = position if ends else left - len(utf8)

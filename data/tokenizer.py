@@ -7,20 +7,20 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from os.path import isdir, isfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import machine
+from data.encoder import Encoder, byte_alphabet, split_pattern
+from data.hub import go_offline_without_network
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>", "[SEP]")  # what some pretrained tokenizers call it
-PIECE = 16_384  # characters; long enough to make the calls into `tokenizers` cheap, short enough for many in a batch
-# A seam is the place before a space between words, or after a line end between words. Byte-level BPE splits its text there, so
-# that the pieces of a text have the tokens of the whole. Other tokenizers get whole documents (Tokenizer.takes_pieces).
-_SEAM = re.compile(r"\S(?= \S)|\S\n(?=\S)")
 
 
 class Tokenizer:
@@ -39,22 +39,24 @@ class Tokenizer:
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1  # ids may have holes
         names = (name for name in (END_OF_TEXT, *END_OF_TEXT_ELSEWHERE) if name in vocabulary)
         self.end_of_text: int | None = next((vocabulary[name] for name in names), None)  # None: a char tokenizer
-        self._alphabet: set[str] | None = None
-        if tokenizer.pre_tokenizer is None and all(len(token) == 1 for token in vocabulary):
-            self._alphabet = set(vocabulary)  # one token a character
+        self._ids_of: np.ndarray | None = None  # of a char tokenizer: of each code point, or −1
+        plain = isinstance(tokenizer.model, models.BPE) and tokenizer.pre_tokenizer is None and tokenizer.normalizer is None
+        if plain and all(len(token) == 1 for token in vocabulary):
+            self._ids_of = np.full(0x110000, -1)
+            self._ids_of[[ord(character) for character in vocabulary]] = list(vocabulary.values())
+
+    @cached_property
+    def _described(self) -> dict[str, Any]:
+        return json.loads(self._tokenizer.to_str())
 
     @property
     def takes_pieces(self) -> bool:
-        """Whether a text that `cut` has cut has the tokens of the whole.
+        """Whether the pieces of a text (data.pieces) have the tokens of the whole.
 
-        This holds for characters and for byte-level BPE with GPT-2's splitting. Other tokenizers may add a prefix to each text
-        (Metaspace), merge across words or strip spaces.
+        This holds for characters and for the ways to split text that `data.encoder` knows. Other tokenizers may add a prefix to
+        each text (Metaspace), merge across words or strip spaces.
         """
-        if self._alphabet is not None:
-            return True
-        splits = self._tokenizer.pre_tokenizer
-        byte_level = isinstance(splits, pre_tokenizers.ByteLevel) and splits.use_regex and not splits.add_prefix_space
-        return byte_level and self._tokenizer.normalizer is None
+        return self._ids_of is not None or split_pattern(self._described) is not None
 
     @property
     def separator(self) -> list[int]:
@@ -74,34 +76,51 @@ class Tokenizer:
     @cached_property
     def bytes_of(self) -> np.ndarray:
         """The bytes of UTF-8 text that each id stands for, int64 [vocab_size]; 0 for special tokens and for "unknown"."""
-        described = json.loads(self._tokenizer.to_str())
-        model, alphabet = described["model"], set(pre_tokenizers.ByteLevel.alphabet())
+        model, alphabet, found = self._described["model"], byte_alphabet().keys(), np.zeros(self.vocab_size, np.int64)
         prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
-        byte_level = '"ByteLevel"' in json.dumps([described["pre_tokenizer"], described["decoder"]])
-        special = {token["content"] for token in described["added_tokens"] if token["special"]} | {model.get("unk_token")}
-        found = np.zeros(self.vocab_size, np.int64)
+        around = [self._described[name] for name in ("normalizer", "pre_tokenizer", "decoder")]
+        byte_level, marks_spaces = (name in json.dumps(around, ensure_ascii=False) for name in ('"ByteLevel"', "▁"))
+        added = {token["id"]: token["special"] for token in self._described["added_tokens"]}
         for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            text = token.removeprefix(prefix).removesuffix(suffix).replace("▁", " ")  # SentencePiece's mark of a space
+            text = token.removeprefix(prefix).removesuffix(suffix)
             if model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token):
                 found[i] = 1
-            elif token not in special and i != model.get("unk_id"):
-                found[i] = len(token) if byte_level and alphabet.issuperset(token) else len(text.encode())
+            elif i in added:
+                found[i] = 0 if added[i] else len(token.encode())
+            elif token != model.get("unk_token") and i != model.get("unk_id"):
+                text = text.replace("▁", " ") if marks_spaces else text  # SentencePiece's mark
+                found[i] = len(token) if byte_level and alphabet >= set(token) else len(text.encode())
         return found
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens. ValueError for a character that a char tokenizer has not seen."""
-        return self.encode_batch([text])[0]
+        if self._ids_of is not None:
+            return self.encode_batch([text])[0].tolist()
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
-        rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-        if self._alphabet is not None and any(len(ids) != len(text) for text, ids in zip(texts, rows, strict=True)):
-            unseen = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in sorted(set().union(*texts) - self._alphabet)[:5])
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, int64. It may be called in many threads at once."""
+        if self._ids_of is not None:
+            return [self._characters(text) for text in texts]
+        if self._encoder is not None:
+            return [self._encoder.encode(text) for text in texts]
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in found]
+
+    @cached_property
+    def _encoder(self) -> Encoder | None:
+        return Encoder.of(self._tokenizer, self._described)
+
+    def _characters(self, text: str) -> np.ndarray:
+        assert self._ids_of is not None
+        ids = self._ids_of[np.frombuffer(text.encode("utf-32-le"), np.uint32)]
+        if (ids < 0).any():
+            unseen = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in sorted({c for c in text if self._ids_of[ord(c)] < 0})[:5])
             raise ValueError(
                 f"tokenizer.kind=char has no token for {unseen}: the corpus does not have it. Leave the character out, or use "
                 "tokenizer.kind=bpe, which encodes any text."
             )
-        return rows
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids. Bytes that are not valid UTF-8 (a character cut in two) become U+FFFD."""
@@ -152,6 +171,7 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
     """A tokenizer.json by its path, or by the name of its repository on the Hub."""
     if path := pretrained_file(name):
         return Tokenizer.load(path)
+    go_offline_without_network()
     try:
         return Tokenizer(tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # the library raises bare Exception, offline and for an unknown name alike
@@ -164,21 +184,9 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
 def pretrained_file(name: str) -> Path | None:
     """The local tokenizer.json that `tokenizer.pretrained` names; None for a name on the Hub."""
     path = machine.expanded(name)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if path.is_file():
+    path = path / "tokenizer.json" if isdir(path) else path
+    if isfile(path):  # False where Path's raises, as for a name that is too long
         return path
     if name.endswith(".json") or name.startswith(("/", ".", "~")):
         raise FileNotFoundError(f"tokenizer.pretrained={name}: no such file. Give a tokenizer.json, or owner/name on the Hub.")
     return None
-
-
-def cut(text: str, size: int = PIECE) -> list[str]:
-    """A text in pieces of at most `size` characters that join to the text, cut at seams where there are some."""
-    pieces, begin = [], 0
-    while len(text) - begin > size:
-        last = begin + size
-        seams = [match.end() for match in _SEAM.finditer(text, begin + size - min(size // 2, 512), last + 1)]
-        end = max((seam for seam in seams if seam <= last), default=last)
-        pieces.append(text[begin:end])
-        begin = end
-    return [*pieces, text[begin:]]

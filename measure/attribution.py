@@ -122,6 +122,8 @@ def launches(kernels: Iterable[Kernel]) -> int:
 RULES = (
     # Our kernels: eager code launches them past the dispatcher, so that no operator is around them.
     ("norm", r"^kernel ((norm|rotary)_(forward|backward)|finish_weight_gradients|finish_rotary_weights|dropout)_kernel"),
+    # From PyTorch 2.13 on F.rms_norm runs them where CuTe's packages are installed; names of CuTe's kernels begin with cutlass.
+    ("norm", r"^kernel .*quack.*norm"),
     ("loss", r"^kernel (cross_entropy|cross_entropy_gradient|count_targets|sum_losses)_kernel"),
     # The operator of the head's product with its loss has matrix products inside.
     ("GEMM", r"^within aten::(mm|addmm)\n(within .*\n)*within .*::linear_cross_entropy"),

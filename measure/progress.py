@@ -1,4 +1,4 @@
-"""The progress bar of all measuring programs."""
+"""The progress bar of all programs."""
 
 import sys
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 from tqdm import tqdm
 
 
-def progress(total: int, what: str, unit: str = "cell") -> Any:
+def progress(total: int | None, what: str, unit: str = "cell", **more: Any) -> Any:
     """A bar with the time left on a terminal. Elsewhere it is a line every half minute, so that a log shows life."""
-    return tqdm(total=total, desc=what, unit=unit, mininterval=0.2 if sys.stderr.isatty() else 30.0, dynamic_ncols=True)
+    seconds = 0.2 if sys.stderr.isatty() else 30.0
+    return tqdm(total=total, desc=what, unit=unit, mininterval=seconds, dynamic_ncols=True, **more)
 
 
 def show_current(bar: Any, text: str) -> None:

@@ -5,7 +5,6 @@ Depends on torch and triton only. Copy this folder into another project and impo
 
 from .adopt import (
     Adoption,
-    Pending,
     adopt,
     fuse_prenorm_block,
     replace_loss,
@@ -31,7 +30,6 @@ __all__ = [
     "Adoption",
     "LayerNorm",
     "Norm",
-    "Pending",
     "RMSNorm",
     "adopt",
     "backend_for",

@@ -24,7 +24,7 @@ from .records import (
     present,
 )
 from .reference import Norm
-from .torch_state import below_autograd, is_eager, kinds_of
+from .torch_state import apply_of, below_autograd, is_eager, kinds_of
 
 _UPSTREAM, _KEPT = BackwardInputs._fields[:3], BackwardInputs._fields[3:]
 _RETURNED = [name for name in Outputs._fields if "stats" not in name]
@@ -47,7 +47,7 @@ class Training:
         sources = {name: name for name in _KEPT}
         adds = dtypes.residual is not None or dtypes.x1 is not None or options.dropout_p > 0.0 or dtypes.rowscale is not None
         if options.norm == Norm.none and dtypes.weight is None and dtypes.weight1 is None:
-            sources["r"] = "y"  # for its shape; something else keeps it anyway
+            del sources["r"]  # so whoever has the sum may change it in place
         elif not (adds or options.branch):
             sources["r"] = "x"
         # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
@@ -60,6 +60,7 @@ class Training:
         # Of (*outputs, *inputs, None): what is kept for backward; what is returned, y and r and where there is more the fields
         # of Outputs behind them; of that, what has no gradient.
         self.keep = picker([sources[name] for name in self.kept], there)
+        self.keeps_r = "r" in self.kept
         self.returned = picker(_RETURNED if set(outputs) & set(_RETURNED[2:]) else _RETURNED[:2], there)
         constants = [name for name in _CONSTANTS if name in outputs]
         self.constants = picker(constants, there) if constants else None
@@ -77,7 +78,7 @@ class Training:
 
     def backward(self, needs: tuple[bool, ...], like: tuple[Tensor | None, ...], eager: bool) -> Callable:
         """`gradients` of tensors of which the same are there, eagerly also of the same kinds."""
-        fields = (*_UPSTREAM, *self.kept)
+        fields = (*_UPSTREAM, *(() if self.keeps_r else ("r",)), *self.kept)
         given = [name for name, t in zip(fields, like, strict=True) if t is not None]
         options, sources = self.what_backward_computes(needs, given)
         there, pick = picker(given, fields), picker([sources[name] for name in self.names], [*names_of(options.wanted), *given])
@@ -171,7 +172,9 @@ class FusedNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if call.constants is not None:
             ctx.mark_non_differentiable(*call.constants(there))
-        return call.returned(there)
+        outputs = call.returned(there)
+        # detach: what autograd takes for a view could not be changed in place.
+        return (outputs[0], tensors[0].detach(), *outputs[2:]) if call.options.passes_residual else outputs
 
     @staticmethod
     @first_order
@@ -179,11 +182,11 @@ class FusedNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if dy is None and dr is None and dy1 is None:  # those who used the outputs have given no gradient
             return (None,) * len(needs)
-        return None, *ctx.call.gradients(needs[1:], (dy, dy1, dr, *ctx.saved_tensors))
+        like = () if ctx.call.keeps_r else (dr if dy is None else dy,)
+        return None, *ctx.call.gradients(needs[1:], (dy, dy1, dr, *like, *ctx.saved_tensors))
 
 
-# In eager code: without the Python code of `apply`, which is for functorch and takes longer than the launch.
-apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).apply
+apply_eager = apply_of(FusedNorm)
 
 
 def _operator_with_gradients(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:

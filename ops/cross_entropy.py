@@ -1,7 +1,6 @@
 """Cross-entropy of logits, and of the product that makes them, whose logits are then nobody's but the loss's."""
 
 import math
-import sys
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
 from .cross_entropy_reference import MEAN, NONE, REDUCTIONS, LossOptions
 from .kernels import runs_kernels
 from .operators import operator, register_autograd
-from .torch_state import below_autograd, is_eager, transformed_by_func
+from .torch_state import below_autograd, is_eager, known_to_inductor, transformed_by_func
 
 
 def cross_entropy_fn(
@@ -164,18 +163,6 @@ def check_overwritable(name: str, logits: Tensor, rows: Tensor) -> None:
             f"{name}: in_place=True needs logits whose rows lie at one distance, without gaps inside; got strides "
             f"{logits.stride()} for shape {tuple(logits.shape)}. Leave in_place out, or pass logits.contiguous()"
         )
-
-
-def known_to_inductor(*ops: Any) -> None:
-    """Tells torch.compile's backend that it is to call these operators as they are, which it would find out by itself.
-
-    PyTorch 2.11 then first writes down all of the graph that they depend on, for a log that nobody has asked for. Behind
-    twelve blocks with two fused norms each that takes for ever: a text for each path through the residual stream.
-    """
-    lowering: Any = sys.modules.get("torch._inductor.lowering")
-    for op in ops if hasattr(lowering, "make_fallback") else ():
-        if op not in lowering.lowerings:
-            lowering.make_fallback(op, warn=False)
 
 
 # ---- operators ---------------------------------------------------------------------------------------------------------------

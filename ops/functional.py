@@ -88,7 +88,8 @@ def norm_fn(
     Returns:
         y [, y1] [, r] [, mask, mask1] [, rms, peak]: y alone, or a tuple in this order.
 
-    With norm="none", no weight and one dtype, y and r are one tensor.
+    With norm="none", no weight and one dtype, y and r are one tensor. Where nothing is added, r is x, or an alias of it if
+    gradients are recorded: the gradients of y and r then meet in one kernel.
 
     Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
     runs, which has them all.
@@ -261,7 +262,10 @@ def _into_buffers(inputs: tuple, plan: Plan, eager: bool, out: Tensor | None, re
 
 
 def _named(plan: Plan, options: Options, outputs: list[Tensor]) -> Outputs:
-    return Outputs(**dict(zip(outputs_of(plan.names, options), outputs, strict=True)))
+    names = [*outputs_of(plan.names, options)]
+    if options.passes_residual:  # behind y
+        names.insert(1, "r")
+    return Outputs(**dict(zip(names, outputs, strict=True)))
 
 
 def _trains(tensors: list[Tensor]) -> bool:

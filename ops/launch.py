@@ -33,7 +33,7 @@ from .records import (
 )
 from .reference import Norm
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
-from .torch_state import triton_internals
+from .torch_state import start_of, triton_internals
 
 TRITON = triton_internals()
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -176,7 +176,7 @@ class Launcher:
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
         self.current_stream: Callable = TRITON.driver.active.get_current_stream if TRITON and self.index is not None else int
-        self.compiled: Any = None
+        self.again: tuple[Callable[..., None], tuple] | None = None  # `start_of` the variant for aligned pointers
         self.there: Callable[[tuple], tuple]  # the tensors that are not None
         self.dense: Callable[[tuple], tuple]  # of those, the ones that must be contiguous
         self.places: Callable[[tuple], tuple]  # their pointers, with None behind them, in the places of the record
@@ -193,14 +193,14 @@ class Launcher:
         if self.may_be_elsewhere and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
                 return self(programs, tensors, *rest)
-        compiled = self.compiled
-        if compiled is not None and not observed():
+        again = self.again
+        if again is not None and not observed():
             there = self.there(tensors)
             pointers = tuple(map(Tensor.data_ptr, there))
             if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
+                run, known = again
                 stream = self.current_stream(self.index)
-                started = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks
-                compiled.run(programs, self.programs_y, 1, stream, *started, self.places((*pointers, None)), *rest)
+                run(programs, self.programs_y, 1, stream, *known, self.places((*pointers, None)), *rest)
                 return
         named = zip(self.record._fields, tensors, strict=True)
         tensors = tuple([t if t is None or name in self.strided else t.contiguous() for name, t in named])
@@ -210,7 +210,7 @@ class Launcher:
             dense = [name for name in names if name not in self.strided]
             self.there, self.places = picker(names, fields), picker(fields, names)
             self.dense = tuple if dense == names else picker(dense, names)
-            self.compiled = compiled
+            self.again = start_of(compiled)
 
 
 def observed() -> bool:

@@ -105,7 +105,7 @@ def draw_seed(device: torch.device, eager: bool) -> Tensor:
 class _Pool(NamedTuple):
     seed: int  # of the generator
     first: int  # offset
-    seeds: Tensor  # [AHEAD]: of the offsets from `first` on
+    seeds: Tensor  # [AHEAD] or [1]: of the offsets from `first` on
 
 
 # By device and stream: work on another stream could come before the seeds are there, or after their memory is another's.
@@ -116,8 +116,10 @@ def _next(generator: Any, device: torch.device, stream: int) -> Tensor:
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + STEP)
     pool = _pools.get((device, stream))
-    if pool is None or pool.seed != seed or not 0 <= offset - pool.first < AHEAD * STEP:
-        pool = _pools[device, stream] = _Pool(seed, offset, seeds_from(seed, offset, AHEAD, device))
+    if pool is None or pool.seed != seed or not 0 <= offset - pool.first < len(pool.seeds) * STEP:
+        # Where others draw in between, as attention with dropout does, many seeds would be computed for one that is used.
+        follows = pool is not None and (pool.seed, pool.first + len(pool.seeds) * STEP) == (seed, offset)
+        pool = _pools[device, stream] = _Pool(seed, offset, seeds_from(seed, offset, AHEAD if follows else 1, device))
     at = (offset - pool.first) // STEP
     return pool.seeds[at : at + 1]
 
@@ -134,6 +136,11 @@ def seeds_from(seed: int, offset: int, count: int, device: torch.device) -> Tens
         start = (start ^ start >> shift) * factor & _LOW_64
     start += offset // STEP * _GAMMA
     with torch.inference_mode(False):  # else backward could not save what was made there
+        if count == 1:  # one launch
+            one = start & _LOW_64
+            for shift, factor in _ROUNDS:
+                one = (one ^ one >> shift) * factor & _LOW_64
+            return torch.full((1,), as_int64(one), dtype=torch.int64, device=device)
         z = torch.arange(count, device=device) * as_int64(_GAMMA) + as_int64(start)
         for shift, factor in _ROUNDS:
             z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * as_int64(factor)

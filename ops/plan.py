@@ -53,6 +53,11 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
     return plan
 
 
+def forget_plans() -> None:
+    """After `kernels.INTERPRET` changed."""
+    _plans.clear()
+
+
 def _key(operands: tuple, request: tuple) -> tuple | None:
     """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
     # A plain number is hashed faster than a Norm. Types, because 1.0 is equal to True, which the checks may accept.
@@ -154,10 +159,14 @@ class Plan:
             branch_statistics=0,
             return_mask=self.returns_masks and drops,
             return_statistics=self.returns_statistics,
+            passes_residual=False,
         )
         # Backward normalises r again; where nothing was added it finds the same numbers in x.
         reads_r = norm != Norm.none or operands.weight is not None or operands.weight1 is not None
-        self.training = self.inference._replace(store_residual=self.inference.store_residual or (adds and reads_r))
+        self.training = self.inference._replace(
+            store_residual=self.inference.store_residual or (adds and reads_r),
+            passes_residual=(self.prenorm or has_residual_out) and self.r_is_x and reads_r,
+        )
         self.names = [*names_of(operands), *["seed"] * drops]  # of the inputs that are there
 
     def prepare(self, operands: tuple) -> None:

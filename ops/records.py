@@ -43,6 +43,7 @@ class Options(NamedTuple):
     branch_statistics: int
     return_mask: bool
     return_statistics: bool
+    passes_residual: bool  # r is x: an alias of it is returned, whose gradient then comes into the same backward
 
 
 class Outputs(NamedTuple):
@@ -63,7 +64,7 @@ class BackwardInputs(NamedTuple):
     dy: Tensor | None  # shape of r, as are dy1, dr, x and x1
     dy1: Tensor | None
     dr: Tensor | None
-    r: Tensor  # x itself where nothing is added to it; y where nobody reads it
+    r: Tensor  # x itself where nothing is added to it; an upstream gradient, for its shape, where nobody reads it
     x: Tensor | None  # there where drowscale may be wanted, or x has a norm of its own
     x1: Tensor | None  # there where drowscale1 may be
     weight: Tensor | None

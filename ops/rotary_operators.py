@@ -4,7 +4,7 @@ A compiled function calls the operator `rotary`. It decomposes into `rotary_forw
 holds. Eager code goes past the dispatcher, to `rotary_launch`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from . import operators
 from .autograd import first_order
 from .operators import LIBRARY, NAMESPACE, operator
-from .torch_state import below_autograd, has_tangents, is_eager
+from .torch_state import apply_of, below_autograd, has_tangents, is_eager
 
 
 class Inputs(NamedTuple):
@@ -88,8 +88,7 @@ class _Rotary(torch.autograd.Function):
         return None, None, dx, dk_in, None, None, None, *[others.pop(0) if wants else None for wants in wanted]
 
 
-# Without the Python code of `apply`, which is for functorch.
-_apply_eager: Callable[..., tuple] = super(torch.autograd.Function, _Rotary).apply
+_apply_eager = apply_of(_Rotary)
 
 
 # ---- operators --------------------------------------------------------------------------------------------------------------

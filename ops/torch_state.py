@@ -1,10 +1,12 @@
-"""What PyTorch does to operator calls at the moment, and all private names of torch and Triton that the package uses.
+"""What PyTorch does to operator calls at the moment, and the private names of torch and Triton that operators and launches use.
 
 The short way past the dispatcher is for calls that nobody watches. Where a name of torch is missing that only this question
 needs, no call takes the short way: all go through the dispatcher, which is slower and gives the same bits. It is the same with
 the names of Triton, which start a compiled kernel without its look at each argument.
 """
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,10 +19,10 @@ from torch.autograd import forward_ad
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
-# Without it, every module counts as one with hooks.
-_has_any_global_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
 # Without it, autograd records a kernel's operators once more, in a Function's forward, where it records nothing.
 _AutoDispatchBelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
+# Without it, every module counts as one with hooks.
+_has_any_global_hook: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: True)
 # Without it, torch.func differentiates the operators by their registered formulas.
 _are_functorch_transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
@@ -103,20 +105,40 @@ def differentiated_by_func() -> bool:
     return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack or ())
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether anybody but the module's class sees what it is given and what it gives: hooks, of this module or of all, or a
-    forward that a tool has put on the instance."""
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Its apply without the Python code that is for functorch, which takes longer than a launch: for eager calls."""
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+def known_to_inductor(*ops: Any) -> None:
+    """Tells torch.compile's backend that it is to call these operators as they are, which it would find out by itself.
+
+    PyTorch 2.11 then first writes down all of the graph that they depend on, for a log that nobody has asked for. Behind
+    twelve blocks with two fused norms each that takes for ever: a text for each path through the residual stream.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    for op in ops if hasattr(lowering, "make_fallback") else ():
+        if op not in lowering.lowerings:
+            lowering.make_fallback(op, warn=False)
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """What a mode of torch.compile stands for, which takes a mode or options."""
+    from torch._inductor import list_mode_options  # takes seconds to import, so only a program that compiles does it
+
+    return list_mode_options(mode)
+
+
+def has_hooks(module: torch.nn.Module, but: int = -1) -> bool:
+    """Whether anybody but the module's class sees what it is given and what it gives: hooks other than that with the id `but`,
+    hooks of all modules, or a forward that a tool has put on the instance."""
     of_module = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(of_module) or "forward" in module.__dict__ or _has_any_global_hook()
+    return any(id != but for hooks in of_module for id in hooks) or "forward" in module.__dict__ or _has_any_global_hook()
 
 
-def register_container(kind: type, fields: list[str]) -> None:
-    """Lets torch find the tensors in the fields of a dataclass, as it finds them in a tuple."""
-    try:
-        from torch.utils._pytree import register_pytree_node
-    except ImportError:  # FSDP then takes such an object for one without tensors, and gathers weights later than it could
-        return
-    register_pytree_node(kind, lambda one: ([getattr(one, name) for name in fields], None), lambda values, _: kind(*values))
+def is_last_hook(module: torch.nn.Module, id: int) -> bool:
+    """Whether all that sees what a module gives does so before this forward hook."""
+    return [*module._forward_hooks][-1] == id and not module._backward_hooks and not module._backward_pre_hooks
 
 
 def triton_internals() -> Any:
@@ -125,7 +147,22 @@ def triton_internals() -> Any:
         from triton import knobs
         from triton.compiler import CompiledKernel
         from triton.runtime import driver
-    except ImportError:
+        from triton.runtime.jit import JITFunction
+
+        own_launch = "".join(inspect.getsource(JITFunction.run).split())
+    except (ImportError, AttributeError, OSError, TypeError):
         return None
-    hooks = hasattr(knobs.runtime, "launch_enter_hook") and hasattr(knobs.runtime, "launch_exit_hook")
-    return SimpleNamespace(CompiledKernel=CompiledKernel, driver=driver, knobs=knobs) if hooks else None
+    known = _LAUNCH in own_launch and hasattr(knobs.runtime, "launch_enter_hook") and hasattr(knobs.runtime, "launch_exit_hook")
+    return SimpleNamespace(CompiledKernel=CompiledKernel, driver=driver, knobs=knobs) if known else None
+
+
+# How Triton 3.6 to 3.9 start a compiled kernel. In another order the numbers would be other arguments' and no error.
+_LAUNCH = (
+    "kernel.run(grid_0,grid_1,grid_2,stream,kernel.function,kernel.packed_metadata,launch_metadata,"
+    "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*bound_args.values())"
+)
+
+
+def start_of(compiled: Any) -> tuple[Callable[..., None], tuple]:
+    """What starts a compiled kernel, and what it is called with between stream and arguments: as in _LAUNCH, without hooks."""
+    return compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)

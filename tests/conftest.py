@@ -84,6 +84,16 @@ def tiny(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture
+def deterministic():
+    """The same bits each time on a GPU too."""
+    from training.precision import set_deterministic
+
+    set_deterministic(True)
+    yield
+    set_deterministic(False)
+
+
+@pytest.fixture
 def ablations(monkeypatch):
     """Each ablation that was written to disk."""
     from copy import deepcopy

@@ -192,17 +192,22 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here, ablations):
+def test_on_a_gpu_kernels_are_timed_counted_and_attributed_in_every_cell(tiny, here, ablations):
     small = ["model.layers=1", "model.width=128", "model.context=128", "model.dropout=0.1", "device=cuda"]
     short = ["ablate.arms=[torch,compiled,fused]", "ablate.parity_seeds=3", "ablate.block_steps=3", "ablate.warmup_steps=2"]
     assert ablate.main([*tiny, *small, *short]) == 0
     found = ablations[-1]
-    eager, compiled = found.cells
-    assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
+    eager, compiled, *graphs = found.cells
+    assert (
+        [cell.mode for cell in found.cells] == ["eager", "compiled", "graph", "compiled graph"]
+        and found.kernels
+        and found.environment["gpu"]
+    )
     assert [(one.arm, one.holds) for one in found.parity] == [("compiled", True), (FUSED, True)]
     assert list(eager.arms) == [TORCH, AGAIN, "compiled", FUSED] and list(compiled.arms) == [TORCH, AGAIN, FUSED]
     for cell in found.cells:
-        assert all(arm.peak_gb > 0 and arm.launches > 0 for arm in cell.arms.values())
+        assert all(arm.launches > 0 and (cell in graphs or arm.peak_gb > 0) for arm in cell.arms.values())
+        assert cell not in graphs or cell.steps_ms[FUSED] < eager.steps_ms[FUSED]
         for shares in cell.attribution.shares.values():
             assert tuple(share.group for share in shares) == attribution.GROUPS
             assert all(share.ms > 0 and share.launches > 0 for share in shares if share.group != "other")

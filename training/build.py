@@ -10,6 +10,7 @@ from configs import Config, command_line
 from configs.schema import Parallel, TrainConfig
 from model import GPT
 from model.loss import TWO_PASSES
+from ops.torch_state import options_of_mode
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World
 from training.optimizer import make_optimizer
@@ -82,9 +83,7 @@ def is_fsdp(parallel: Parallel) -> bool:
 
 def compile_model(model: GPT, train: TrainConfig) -> Callable[..., Tensor]:
     """The whole model through torch.compile, in one graph, in the mode train.compile_mode."""
-    from torch._inductor import list_mode_options  # takes seconds to import, so only a run that compiles does it
-
-    return torch.compile(model, fullgraph=True, options={**list_mode_options(train.compile_mode), **TWO_PASSES})
+    return torch.compile(model, fullgraph=True, options={**options_of_mode(train.compile_mode), **TWO_PASSES})
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save
 from configs import Config, ConfigError, from_dict, to_dict
 from configs.command_line import as_config_errors
 from configs.compose import as_typed
+from data.order import VERSION
 from measure.files import relative
 from model import GPT
 from training import storage
@@ -32,7 +33,7 @@ from training.sharding import gather_to_host, is_sharded, sharded_like
 
 FORMAT = 2
 MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors", "state.json", "tokenizer.json"
-PLAIN = ("step", "tokens", "losses", "corpus", "best_step", "owes_validation")  # of TrainState, in state.json
+PLAIN = ("step", "tokens", "losses", "corpus", "order", "best_step", "owes_validation")  # of TrainState, in state.json
 LAST, BEST = "last", "best"  # RUN/last and RUN/best name checkpoints, and are no files
 
 
@@ -51,6 +52,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     tokenizer: str  # text of the run's tokenizer.json
     corpus: str = ""  # Corpus.identity
+    order: int = VERSION  # of the windows of an epoch
     step: int = 0  # optimizer steps done
     tokens: int = 0  # of these steps, of all ranks together
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # since the last line of metrics; on the device
@@ -110,7 +112,7 @@ class TrainState:
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         if stored.state["scaler"]:  # empty unless the run was in fp16
             self.scaler.load_state_dict(stored.state["scaler"])
-        self.step, self.losses = stored.step, stored.state["losses"]
+        self.step, self.losses, self.order = stored.step, stored.state["losses"], stored.order
         older = stored.step * stored.cfg.train.batch_size * stored.cfg.model.context
         self.tokens = stored.state.get("tokens", older)  # an older version stored none
         self.loss_sum = training["loss_sum"].to(self.loss_sum.device, copy=True)
@@ -167,6 +169,11 @@ class Stored:
     @property
     def step(self) -> int:
         return self.state["step"]
+
+    @property
+    def order(self) -> int:
+        """The version of data.order that the run goes on with."""
+        return self.state.get("order", 1)  # an older version stored none
 
     @property
     def other_tokenizer(self) -> str:

@@ -101,8 +101,10 @@ class Evaluation:
     def capture(self, pool: Any) -> None:
         """From now on a batch is a replay of a CUDA graph in the memory of `pool`."""
         self._model.eval()
-        self._batch = captured(self._add, pool)
-        self._model.train()
+        try:
+            self._batch = captured(self._add, pool)
+        finally:
+            self._model.train()
 
     def first(self) -> Tensor:
         """The inputs of the first batch, int64 [batch_size, context]."""

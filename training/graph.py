@@ -30,10 +30,15 @@ def captured(act: Callable[[], object], pool: Any) -> Callable[[], None]:
     Raises:
         RuntimeError: something in `act` can't be captured. A torch.OutOfMemoryError is one too.
     """
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: W&B, a reader of tokens and NCCL's watchdog may call CUDA meanwhile
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        act()
+    graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.clone_state()
+    try:
+        # thread_local: W&B, a reader of tokens and NCCL's watchdog may call CUDA meanwhile
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            act()
+    except BaseException:
+        generator.graphsafe_set_state(state)  # a capture that fails leaves the generator believing that it goes on
+        raise
     return graph.replay
 
 

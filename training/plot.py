@@ -5,12 +5,15 @@ python -m training.plot runs/*_sweep/* --unit nats         nats per token; by de
 """
 
 import argparse
+import math
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import configs
@@ -23,6 +26,7 @@ from training.storage import read_metrics
 NATS, BITS = "nats", "bits"
 FIGURES = {NATS: "loss", BITS: "bits_per_byte"}  # in metrics.jsonl, after train/ and val/
 LABELS = {NATS: "loss, nats per token", BITS: "bits per byte"}
+MOST_LOOKS = 12  # that an eye tells apart
 MOST_NAMED = 4  # keys in an entry of the legend
 Points = list[tuple[float, float]]
 
@@ -91,50 +95,100 @@ def read_run(folder: Path) -> Curve:
         return Curve(folder, {name: attrgetter(name)(cfg) for name in keys.schema()}, read_metrics(folder))
 
 
-def names_of(curves: Sequence[Curve]) -> list[str]:
-    """A name for each run: the keys whose values differ, and its folder where those are not enough."""
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seeds alone."""
+
+    name: str
+    curves: list[Curve]
+
+    def points(self, name: str, against: str) -> tuple[Points, list[tuple[float, float]]]:
+        """The mean over the runs of a figure, where all of them have it, and the least and the largest of it."""
+        runs = [dict(points(curve.lines, name, against)) for curve in self.curves]
+        shared = sorted(set(runs[0]).intersection(*runs))
+        of_each = [[run[at] for run in runs] for at in shared]
+        return [(at, fmean(of)) for at, of in zip(shared, of_each, strict=True)], [(min(of), max(of)) for of in of_each]
+
+
+def grouped(curves: Sequence[Curve]) -> list[Group]:
+    """The runs by the keys whose values differ, in the natural order of their names: these keys, and a folder where they do not
+    tell. Runs with the same seed and all else equal are groups of their own."""
     values = {name: [keys.shown(curve.config[name]) for curve in curves] for name in curves[0].config}
-    differing = [name for name, of in values.items() if name not in keys.affecting("nothing") and len(set(of)) > 1]
-    names = [", ".join(f"{name}={values[name][at]}" for name in differing[:MOST_NAMED]) for at in range(len(curves))]
-    if len(set(names)) < len(names) or not differing:
-        names = [f"{curve.folder}: {name}".removesuffix(": ") for curve, name in zip(curves, names, strict=True)]
-    return names
+    varied = [name for name, of in values.items() if name not in (*keys.affecting("nothing"), "seed") and len(set(of)) > 1]
+    of_settings: dict[tuple[str, ...], list[Curve]] = {}
+    for at, curve in enumerate(curves):
+        of_settings.setdefault(tuple(f"{name}={values[name][at]}" for name in varied), []).append(curve)
+    groups = []
+    for settings, of in of_settings.items():
+        shown = ", ".join(settings[:MOST_NAMED])
+        alike = sum(other[:MOST_NAMED] == settings[:MOST_NAMED] for other in of_settings)
+        distinct = len({curve.config["seed"] for curve in of}) == len(of)
+        for runs in [of] if distinct else [[curve] for curve in of]:
+            told = shown if alike == 1 and distinct and (shown or len(runs) > 1) else f"{runs[0].folder}: {shown}"
+            groups.append(
+                Group(f"{told}, mean of {len(runs)} seeds".strip(", ") if len(runs) > 1 else told.removesuffix(": "), runs)
+            )
+    return sorted(groups, key=lambda group: natural(group.name))
 
 
-def overlay(curves: Sequence[Curve], to: Path, unit: str = BITS, against: str = "step") -> None:
-    """Draws the runs by step or tokens. Validation losses are lines with markers, training losses thin lines behind them.
+def natural(name: str) -> list[tuple[float, str]]:
+    """A key to sort names by, in which 2 comes before 10."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", name)
+    return [(float(part), "") if at % 2 else (-math.inf, part) for at, part in enumerate(parts)]
+
+
+def overlay(curves: Sequence[Curve], to: Path, unit: str = BITS, against: str = "step", best: int = MOST_LOOKS) -> None:
+    """Draws the runs by step or tokens. Lines with markers are the mean validation losses of runs that differ in their seeds,
+    with a band from the least to the largest; thin lines behind them are training losses.
+
+    The `best` groups by their last validation loss have a look of their own; all others are grey.
 
     Raises:
         ConfigError: a run that has not recorded these figures.
     """
-    names = [textwrap.fill(name, 90) for name in names_of(curves)]
-    height = 4.4 + 0.2 * sum(name.count("\n") + 1 for name in names)
-    figure, axes = pyplot.subplots(figsize=(7.2, height))
+    groups, drawn = grouped(curves), []
+    for group in groups:
+        (trained, _), (valid, spread) = (group.points(f"{part}/{FIGURES[unit]}", against) for part in ("train", "val"))
+        if not trained + valid:
+            where = ", ".join(str(curve.folder) for curve in group.curves)
+            raise ConfigError(f"{where}: recorded no {LABELS[unit]} by the same {against}. Use other --unit and --by.")
+        drawn.append((group.name, trained, valid, spread))
+    ranked = sorted(range(len(drawn)), key=lambda at: (drawn[at][2] or drawn[at][1])[-1][1])
+    chosen = sorted(ranked[:best])
+    names = [textwrap.fill(drawn[at][0], 90) for at in chosen]
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.4 + 0.2 * sum(name.count("\n") + 1 for name in names)))
+    for at in sorted(ranked[best:]):
+        axes.plot(*zip(*(drawn[at][2] or drawn[at][1]), strict=True), color=GREY, linewidth=0.6, alpha=0.4)
     ends: list[float] = []
     entries = {}
-    for at, (curve, name) in enumerate(zip(curves, names, strict=True)):
-        train, val = (points(curve.lines, f"{part}/{FIGURES[unit]}", against) for part in ("train", "val"))
-        if not train + val:
-            raise ConfigError(f"{curve.folder}: it has recorded no {LABELS[unit]} by {against}. Use other --unit and --by.")
+    for number, (at, name) in enumerate(zip(chosen, names, strict=True)):
+        _, train, val, band = drawn[at]
         ends += limits(train, val)
         for shown, how in (
             (train, {"linewidth": 1.0, "alpha": 0.45} | ({} if len(train) == 1 else {"marker": ""})),
             (val, {"linewidth": 1.8, "clip_on": False, "label": name}),
         ):
             if shown:
-                (entries[name],) = axes.plot(*zip(*shown, strict=True), **look(at) | how)
+                (entries[name],) = axes.plot(*zip(*shown, strict=True), **look(number) | how)
+        if any(low < high for low, high in band):
+            x, (low, high) = [at for at, _ in val], zip(*band, strict=True)
+            axes.fill_between(x, low, high, color=look(number)["color"], alpha=0.15, linewidth=0)
     axes.set(ylim=(min(ends), max(ends)), xlabel=against, ylabel=LABELS[unit])
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     bare(axes, "y")
     legend_below(figure, entries)
-    finish(figure, "markers: validation; thin lines: training", "", to)
+    said = f"the best {len(chosen)} of {len(drawn)} lines, the others grey; " * (len(chosen) < len(drawn))
+    bands = "; bands: lowest and highest seed" * any(len(group.curves) > 1 for group in groups)
+    finish(figure, f"{said}markers: validation; thin lines: training{bands}", "", to)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m training.plot", description="Lays the losses of runs over one another.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=Path, default=Path("runs.png"), help="the picture, a PNG (%(default)s)")
+    parser.add_argument("--best", type=int, choices=range(1, MOST_LOOKS + 1), default=MOST_LOOKS, metavar="N",
+                        help="lines with a look of their own: the N with the least validation loss (%(default)s)")  # fmt: skip
     parser.add_argument("--by", choices=("step", "tokens"), default="step", help="what is on the axis below (%(default)s)")
     parser.add_argument("--unit", choices=(NATS, BITS), default=BITS, help="nats per token, or bits per byte (%(default)s)")
     options = parser.parse_args(arguments)
@@ -151,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with as_config_errors(f"--output {output}"):
             if not may_replace(output):
                 raise ConfigError(f"--output {output}: is there already, and no picture of this program. Name a new file.")
-            overlay(curves, output, options.unit, options.by)
+            overlay(curves, output, options.unit, options.by, options.best)
     except (ConfigError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

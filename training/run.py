@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from time import monotonic
+from socket import gethostname
+from tempfile import mkstemp
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import configs
 from configs import Config, ConfigError
 from configs.command_line import as_config_errors
 from data import Tokenizer
+from data.order import VERSION
 from measure.environment import environment
 from measure.files import as_storage_errors, relative, replace_text
 from training import storage
@@ -54,6 +57,11 @@ class Start:
     @property
     def step(self) -> int:
         return self.stored.step if self.stored else 0
+
+    @property
+    def order(self) -> int:
+        """The version of data.order that the run begins or goes on with."""
+        return self.stored.order if self.stored else VERSION
 
     @property
     def finished(self) -> bool:
@@ -224,6 +232,30 @@ class Run:
             (self.folder / name).unlink(missing_ok=True)
 
 
+def check_shared(folder: Path, world: World, patience_s: float = 10.0) -> None:
+    """Checks that all ranks see the first one's files in `folder`, as checkpoints and the data's settings are read there.
+
+    Raises:
+        ConfigError: on every rank: one does not, after the time that a network file system may need to show a new file.
+    """
+    if world.size == 1:
+        return
+    name = world.on_first(lambda: Path(mkstemp(prefix=".shared-", dir=folder)[1]).name)
+    try:
+        with world.shared_errors():
+            until = monotonic() + patience_s
+            while not (folder / name).exists():
+                if monotonic() > until:
+                    raise ConfigError(
+                        f"folder={relative(folder)}: rank {world.rank} on {gethostname()} does not see the files that the "
+                        "first rank writes there. All nodes need one shared folder: folder=PATH."
+                    )
+                sleep(0.1)
+    finally:
+        if world.leads:
+            (folder / name).unlink()
+
+
 @contextmanager
 def open_run(origin: Start, device: torch.device, group: str | None = None, world: World = ALONE) -> Iterator[Run]:
     """Opens a run in a folder of its own. However the block ends, the plot is drawn and W&B gets the exit code.
@@ -240,6 +272,7 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
     with ExitStack() as held:
         resumes = origin.in_place or origin.cfg.resume == "auto"
         folder = world.on_first(lambda: held.enter_context(storage.claim(origin.folder, storage.TRAIN, resumes=resumes)))
+        check_shared(folder, world)
         run = Run(origin, folder, device, group, leads=world.leads)
         of_start = f"_from_{origin.step:08d}" if origin.in_place and origin.step else ""
         run._keep(f"environment{of_start}.json", json.dumps(environment(device), indent=2) + "\n")

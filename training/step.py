@@ -119,17 +119,21 @@ class TrainingStep:
         if self.evaluation is not None:
             self.evaluation.warm_up()  # in memory of the steps before, which goes now: graphs have their own
         free_memory(self.precision.device)
-        for group in self.state.optimizer.param_groups:
-            group["capturable"] = True  # PyTorch's optimizers refuse a capture without it; what they compute is the same
-        pool = torch.cuda.graph_pool_handle()
+        groups, pool = self.state.optimizer.param_groups, torch.cuda.graph_pool_handle()
         try:
+            for group in groups:
+                group["capturable"] = True  # PyTorch's optimizers refuse a capture without it, and warn of it elsewhere
             self._make = captured(self.update, pool)
             if self.evaluation is not None:
                 self.evaluation.capture(pool)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            self._give_up(describe(error))
+            cause = error.__context__ or error  # the end of a capture that failed raises an error of its own
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            self._give_up(describe(cause))
+        finally:
+            for group in groups:
+                group["capturable"] = False
 
     def _give_up(self, why: str) -> None:
         self._make, self.graph = self.update, False

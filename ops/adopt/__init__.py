@@ -1,7 +1,6 @@
 """The fused operators in models that exist. `whole` adopts a model in one call, or one stack of blocks; `norms` puts norms in
 place of the model's own, `rotary` the rotary positions of attention, and `loss` the loss of a transformers model."""
 
-from .lazy import Pending
 from .loss import replace_loss, restore_loss
 from .norms import replace_norms, restore_norms
 from .rotary import replace_rotary, restore_rotary
@@ -9,7 +8,6 @@ from .whole import Adoption, adopt, fuse_prenorm_block
 
 __all__ = [
     "Adoption",
-    "Pending",
     "adopt",
     "fuse_prenorm_block",
     "replace_loss",

@@ -1,21 +1,21 @@
-"""Sums that are not computed yet, so that one kernel can compute them together with the norm that follows.
+"""Outputs of sublayers that are not computed further yet, so that one kernel computes them together with the sum and the norm.
 
-A block's own forward runs as it is written. Only its operands differ: a `Lazy` is the value
+A block's own forward runs as it is written, and its stream is a tensor in every line. Between the line that calls a sublayer
+and the line that adds its output to the stream, that output may be a `Lazy`:
 
-    dropout(rowscale · scale · weight · N(x)) + x1 + residual          each where it is there
+    dropout(rowscale · scale · weight · N(x)) + x1                each where it is there
 
-It is a *branch* without a residual, as what a sublayer gives, and a *stream* with one. Branch + stream is a stream. A replaced
-norm that gets a stream computes the sum and the norm in one kernel, and the stream keeps the sum. In everything else that a
-program does with a Lazy, its value takes part: it is computed then. So whatever a program does, it computes what it computed
-with tensors; at worst nothing is saved. The functions at the end are what needs no value: additions, scales, dropout.
+The addition computes the sum, which is a tensor again: in one kernel with the norm that the block calls on it, if `trial` has
+seen that it does. What that norm will give then waits on the sum (`Ahead`), for as long as nobody changes the sum. In all else
+that a program does with a Lazy, its value takes part, computed then. The functions at the end are what needs no value:
+additions, scales, dropout.
 """
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +25,73 @@ from ..dropout import seeded_dropout
 from ..functional import norm_fn
 from ..philox import draw_seed
 from ..reference import Norm
-from ..torch_state import is_eager, register_container
+from ..torch_state import has_hooks, is_eager
 
-TRACE: list[Any] | None = None  # where `trial` reads which norms and sums were computed, of what
+WATCH: Callable | None = None  # sees each norm and its x and y, and each sum and its result: for `trial`, and checks of rows
 _METADATA = {"shape", "device", "ndim", "size", "dim", "numel", "is_floating_point", "is_nested", "new_empty"}
 
 
-@dataclass(eq=False, repr=False)  # in which FSDP finds the tensors
+class Ahead(NamedTuple):
+    """What `norm` will give of the tensor that this is an attribute of, computed with it."""
+
+    norm: Any  # an AdoptedNorm
+    y: Tensor
+    state: tuple  # of the tensor and of autocast, see `_state`
+
+
+def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, **parts: Any) -> Tensor:
+    """The sum of x and these parts, which are arguments of `norm_fn`; what norm gives of the sum waits on it.
+
+    The sum and the norm are one node of autograd's graph: its backward adds up the gradients of both in one kernel.
+    """
+    weight, bias = norm.weights()
+    options = norm.options(x.dtype)
+    normed: Any = norm_fn(norm.formula.norm, x, weight=weight, bias=bias, prenorm=True, out_dtype=out_dtype, **parts, **options)
+    y, r = normed
+    if torch.compiler.is_compiling():  # which gives no attributes to one of several results of an operator
+        r = r.view(r.shape)
+    r._ahead = Ahead(norm, y, _state(r))
+    return r
+
+
+def take_ahead(norm: Any, x: Tensor) -> Tensor | None:
+    """What waits on x, or on the sum that x has the rows of, if it is of this norm and nobody has changed x since."""
+    r: Any = x
+    ahead = getattr(x, "_ahead", None)
+    if ahead is None and not torch.compiler.is_compiling() and x._base is not None:
+        r, ahead = x._base, getattr(x._base, "_ahead", None)
+    if ahead is None or ahead.norm is not norm or ahead.state != _state(r) or not has_rows_of(x, r):
+        return None
+    r._ahead = None
+    return ahead.y if r is x else ahead.y.view(x.shape)
+
+
+def has_rows_of(x: Tensor, r: Tensor) -> bool:
+    """Whether x is r, or a view of it in which each row is one of r. `view` alone has made it: an autograd.Function that gives
+    a view may change the gradient."""
+    if x is r:
+        return True
+    if x._base is None or (x._base is not r and x._base is not r._base) or x.requires_grad != r.requires_grad:
+        return False
+    if x.shape[-1:] != r.shape[-1:] or x.numel() != r.numel() or not x.is_contiguous():
+        return False
+    made_by, of = x.grad_fn, r.grad_fn
+    return made_by is None or (made_by.name().startswith("ViewBackward") and made_by.next_functions[0][0] is of)
+
+
+def _state(x: Tensor) -> tuple:
+    # In a compiled graph nobody but the block changes it, and the trial has seen the block.
+    version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+    return version, torch.is_autocast_enabled(x.device.type)
+
+
+@dataclass(eq=False, repr=False)
 class Lazy:
     """Takes part in a program as the tensor that it stands for. Most fields are arguments of `norm_fn`, which adds them up."""
 
-    x: Tensor | None = None  # (..., N), of a sublayer
-    residual: Tensor | None = None  # x's shape
+    x: Tensor  # (..., N), of a sublayer
+    role: Any = None  # the `blocks.Role` of what made it
+    next_norm: Any = None  # the AdoptedNorm that will be called on the sum that this goes into
     branch_norm: Any = None  # an AdoptedNorm, of x
     branch_weight: Tensor | None = None  # (N,)
     rowscale: Tensor | None = None  # x's shape but for the last dimension
@@ -44,66 +99,57 @@ class Lazy:
     dropout_p: float = 0.0
     seed: Tensor | None = None  # there with dropout_p
     x1: Tensor | None = None  # a second branch
+    residual: Tensor | None = None  # x's shape; there where a second branch is to come
 
     def __post_init__(self) -> None:
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
-        self._value = self.residual if self.x is None else None
+        self._value: Tensor | None = None
 
     def then(self, **what: Any) -> "Lazy":
         return Lazy(**({name: getattr(self, name) for name in Lazy.__dataclass_fields__} | what))
 
     def tensor(self) -> Tensor:
-        """The value, computed at the first call, with gradients if a tensor would have been computed with them."""
+        """The value. It is computed at the first call, with gradients if a tensor would have been computed with them."""
         if self._value is not None:
             return self._value
-        if self._had_grad == torch.is_grad_enabled():
-            return self._keep(self.peek())
-        check_outside_function(self)
-        with torch.set_grad_enabled(self._had_grad):
-            return self._keep(self.peek())
+        if self._had_grad and not torch.is_grad_enabled():
+            return self._compute()
+        if self._had_grad != torch.is_grad_enabled():
+            with torch.no_grad():
+                self._value = self._compute()
+        else:
+            self._value = self._compute()
+        return self._value
 
-    def _keep(self, value: Tensor) -> Tensor:
-        if self.residual is not None:  # what was added up is not held any longer
-            Lazy.__init__(self, residual=value)
-        self._value = value
-        return value
-
-    def peek(self) -> Tensor:
-        """The value, which is computed once more later: for a hook that wants to see it and change nothing."""
-        if self._value is not None:
-            return self._value
-        assert self.x is not None
-        if TRACE is not None and self.residual is not None:
-            TRACE.append((None, self.then()))
-        if self.is_plain():
-            return self.x if self.residual is None else self.residual + self.x
+    def _compute(self) -> Tensor:
+        if self.is_plain() and (self.x1 is None or self.residual is None):
+            others = [t for t in (self.x1, self.residual) if t is not None]
+            return others[0] + self.x if others else self.x
         options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
         options |= {"out_dtype": self.dtype, "residual_in_fp32": self.dtype == torch.float32}
-        return norm_fn(Norm.none, **self.arguments(), **options)  # type: ignore[return-value]
+        return norm_fn(Norm.none, **self._arguments(), **options)  # type: ignore[return-value]
 
-    def normed(self, norm: Any) -> Tensor:
-        """An AdoptedNorm of it. A stream holds its sum afterwards."""
-        x, residual = self.x, self.residual
-        if self._value is not None or x is None or residual is None or self._had_grad != torch.is_grad_enabled():
-            return norm.of_tensor(self.tensor())
-        if TRACE is not None:
-            TRACE.append((norm, self.then()))
-        parts = self
-        if residual.dtype is torch.float64 or not norm.goes_with(self):
-            parts = Lazy(self.then(residual=None).tensor(), residual)
-        follows_x = torch.is_autocast_enabled(x.device.type) or residual.dtype == torch.float32 != x.dtype
-        weight, bias = norm.weights()
-        normed: Any = norm_fn(
-            norm.formula.norm, **parts.arguments(), weight=weight, bias=bias, prenorm=True,
-            out_dtype=norm.out_dtype(x.dtype if follows_x else residual.dtype), **norm.options(x.dtype),
-        )  # fmt: skip
-        y, value = normed
-        self._keep(value)
-        return y
+    def summed(self) -> Tensor:
+        """With a residual: the sum, and the norm behind it if there is one."""
+        norm, residual = self.next_norm, self.residual
+        assert residual is not None
+        in_graph = torch.compiler.is_compiling()  # where nobody can tell of what a tensor is a view
+        if norm is None or has_hooks(norm) or (in_graph and self.role.viewed):
+            r = self.tensor()  # a hook gets the sum before the norm, with its whole gradient
+        else:
+            parts = self
+            if residual.dtype is torch.float64 or not norm.goes_with(self):
+                parts = Lazy(self.then(residual=None).tensor(), residual=residual)
+            dtype = residual.dtype
+            if self.role.follows and (torch.is_autocast_enabled(self.x.device.type) or dtype == torch.float32 != self.x.dtype):
+                dtype = self.x.dtype
+            r = look_ahead(norm, out_dtype=norm.out_dtype(dtype), **parts._arguments())
+        if WATCH is not None:
+            WATCH(self, r)
+        return r
 
-    def arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         """Of `norm_fn`, which adds it up."""
-        assert self.x is not None
         rowscale = self.rowscale
         if self.scale != 1.0:
             rowscale = self.x.new_ones(self.x.shape[:-1], dtype=torch.float32) if rowscale is None else rowscale
@@ -120,8 +166,7 @@ class Lazy:
 
     def is_plain(self) -> bool:
         """Whether nothing is to be done to x before the add."""
-        scaled = self.holds_weights() or self.rowscale is not None or self.scale != 1.0
-        return not scaled and self.dropout_p == 0.0 and self.x1 is None
+        return not self.holds_weights() and self.rowscale is None and self.scale == 1.0 and self.dropout_p == 0.0
 
     def holds_weights(self) -> bool:
         return self.branch_norm is not None or self.branch_weight is not None
@@ -133,36 +178,14 @@ class Lazy:
         dtypes = [t.dtype for t in (self.x, self.branch_weight, self.rowscale) if t is not None]
         return reduce(torch.promote_types, dtypes)
 
-    def like(self) -> Tensor:
-        """A tensor of its shape, dtype and device."""
-        found = self.x if self.residual is None else self.residual
-        return found if found is not None and found.dtype == self.dtype else self.tensor()
-
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        like, how = self.like(), (settled(args), settled(kwargs))
-        return self if like.to(*how[0], **how[1]) is like else self.tensor().to(*how[0], **how[1])
-
-    def view(self, *shape: Any, **how: Any) -> Any:
-        if shape and isinstance(shape[0], torch.dtype):
-            return self.tensor().view(*shape)
-        return self.reshape(*shape, **how)
-
-    def reshape(self, *shape: Any, **how: Any) -> Any:
-        """Rows stay rows."""
-        here = self.like()
-        rows = here.reshape(*shape, **how)
-        if rows.shape[-1:] != here.shape[-1:] or (self._value is not None and self._value is not self.residual):
-            return self.tensor().reshape(*shape, **how)
-        parts = {name: getattr(self, name) for name in ("x", "residual", "x1")}
-        changed = {name: t if t is None else t.reshape(rows.shape) for name, t in parts.items()}
-        if self.rowscale is not None:
-            changed["rowscale"] = self.rowscale.expand(here.shape[:-1]).reshape(rows.shape[:-1])
-        return self.then(**changed)
+        like = self.x if self.x.dtype == self.dtype else self.tensor()
+        return self if like.to(*args, **kwargs) is like else self.tensor().to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, and neither has a tensor")
-        return getattr(self.like() if name in _METADATA else self.tensor(), name)
+        return getattr(self.x if name in _METADATA else self.tensor(), name)
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,18 +195,6 @@ class Lazy:
 
     def __copy__(self) -> Tensor:
         return self.tensor()
-
-
-class Pending(Lazy):
-    """A stream between two blocks. It stays what it is, so that activation checkpointing can run the next block twice."""
-
-    def _keep(self, value: Tensor) -> Tensor:
-        self._value = value
-        return value
-
-
-for _container in (Lazy, Pending):  # torch's tree functions find the tensors in it, as FSDP of torch 2.11 does
-    register_container(_container, [*Lazy.__dataclass_fields__])
 
 
 def settled(x: Any) -> Any:
@@ -201,41 +212,25 @@ def settled(x: Any) -> Any:
     return x
 
 
-def check_outside_function(lazy: Lazy) -> None:
-    """Raises TypeError in the forward of an autograd.Function that got it from outside: its gradient would be lost."""
-    if torch.is_grad_enabled() or not lazy._had_grad or torch.compiler.is_compiling():
-        return
-    apply = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not apply:
-        frame = frame.f_back
-    if frame is not None:
-        raise TypeError(
-            f"an autograd.Function got a {type(lazy).__name__}, of which it would lose the gradient. Activation checkpointing "
-            "around fused blocks needs use_reentrant=False; give any other Function the .tensor() of it, or restore_norms"
-        )
-
-
 # ---- without computing it --------------------------------------------------------------------------------------------------
 
 
 def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
-    if out is not None or alpha != 1 or not (_addable(a) and _addable(b)) or a.shape != b.shape:
-        return torch.add(settled(a), settled(b), alpha=alpha, **({} if out is None else {"out": out}))
     a, b = _open(a), _open(b)
-    if not isinstance(a, Lazy) and not isinstance(b, Lazy):
+    if out is not None or alpha != 1 or not (_addable(a) and _addable(b)) or a.shape != b.shape:
+        return torch.add(*settled((a, b)), alpha=alpha, **({} if out is None else {"out": out}))
+    a, b = (a, b) if isinstance(a, Lazy) else (b, a)
+    if not isinstance(a, Lazy):
         return a + b
-    if _kind(b) > _kind(a):
-        a, b = b, a
-    if _kind(a) == _BRANCH and _are_plain(a, b):
-        return a.then(x1=b.x)
-    stream = a if _kind(a) == _STREAM else Lazy(residual=settled(a))
-    branch = b if _kind(b) == _BRANCH else Lazy(settled(b))
-    if torch.promote_types(branch.dtype, stream.dtype) != stream.dtype:
-        return stream.tensor() + branch.tensor()
-    if stream.x is not None and _are_plain(stream, branch):
-        return stream.then(x1=branch.x)
-    return branch.then(residual=stream.tensor())
+    if isinstance(b, Lazy):
+        if not (a.is_plain() and b.is_plain() and a.x.dtype == b.x.dtype and a.x1 is None and b.x1 is None):
+            return a.tensor() + b.tensor() if b.residual is None else add(b, a.tensor())
+        both = a.then(x1=b.x, role=b.role, next_norm=b.next_norm, residual=b.residual if a.residual is None else a.residual)
+        return both.summed() if both.residual is not None else both
+    if a.residual is not None or torch.promote_types(a.dtype, b.dtype) != b.dtype:
+        return a.tensor() + b
+    total = a.then(residual=b)
+    return total if a.x1 is None and a.role is not None and a.role.waits else total.summed()
 
 
 def _addable(x: Any) -> bool:
@@ -244,26 +239,18 @@ def _addable(x: Any) -> bool:
 
 def _open(x: Any) -> Any:
     """x, or its tensor where that is known, or where it was made with gradients and is used without, or the other way round."""
-    if not isinstance(x, Lazy) or (x._had_grad == torch.is_grad_enabled() and (x._value is None or x.x is None)):
+    if not isinstance(x, Lazy) or (x._had_grad == torch.is_grad_enabled() and x._value is None):
         return x
     return x.tensor()
 
 
-_BRANCH, _TENSOR, _STREAM = range(3)
-
-
-def _kind(x: Any) -> int:
-    return _TENSOR if not isinstance(x, Lazy) else _BRANCH if x.residual is None else _STREAM
-
-
-def _are_plain(a: Lazy, b: Lazy) -> bool:
-    """Whether the kernel can add the branches of both to a residual."""
-    return a.is_plain() and b.is_plain() and a.x.dtype == b.x.dtype  # type: ignore[union-attr]
+def _is_branch(x: Any) -> bool:
+    return isinstance(x, Lazy) and x.residual is None and x.x1 is None
 
 
 def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
     a, b = (_open(a), b) if isinstance(a, Lazy) else (_open(b), a)
-    if _kind(a) == _BRANCH and out is None and a.x1 is None:
+    if _is_branch(a) and out is None:
         if isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
             return a.then(scale=a.scale * b)
         if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
@@ -272,13 +259,13 @@ def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
             of_rows = b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1]
             if of_rows and a.rowscale is None and all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True)):
                 return a.then(rowscale=b.squeeze(-1))
-    return torch.mul(settled(a), settled(b), **({} if out is None else {"out": out}))
+    return torch.mul(*settled((a, b)), **({} if out is None else {"out": out}))
 
 
 def divide(a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
     if isinstance(b, int | float) and not isinstance(b, bool) and b != 0 and rounding_mode is None:
         return multiply(a, 1.0 / b)
-    return torch.div(settled(a), settled(b), rounding_mode=rounding_mode)
+    return torch.div(*settled((a, b)), rounding_mode=rounding_mode)
 
 
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Tensor | None = None) -> Any:
@@ -286,7 +273,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     if not training or p == 0.0:
         return input
     input = _open(input)
-    if _kind(input) == _BRANCH and input.dropout_p == 0.0 and input.x1 is None and p < 1.0:
+    if _is_branch(input) and input.dropout_p == 0.0 and p < 1.0:
         return input.then(dropout_p=p, seed=draw_seed(input.device, is_eager((input.x,))) if seed is None else seed)
     return F.dropout(settled(input), p) if seed is None else seeded_dropout(settled(input), p, seed)
 
@@ -299,7 +286,6 @@ _HANDLERS: dict[Any, Callable] = {
     **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__), divide),
     F.dropout: dropout,
-    torch.reshape: lambda x, shape: x.reshape(shape) if isinstance(x, Lazy) else torch.reshape(x, settled(shape)),
 }
 _OPERATORS = """
 add radd iadd sub rsub mul rmul imul truediv itruediv rtruediv floordiv mod pow rpow matmul rmatmul and or xor neg pos abs

@@ -20,8 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from ..functional import norm_fn
 from ..modules import MODULES
-from .hooks import is_sharded, take_hooks_off
-from .lazy import Lazy
+from . import lazy
+from .blocks import fused_blocks, unfuse
+from .lazy import Lazy, take_ahead
 from .recognise import OUT_DTYPES, Formula, looks_like_a_norm, may_be_a_norm, recognise
 
 # What a replaced norm has; the first three as torch's norms and ours have them.
@@ -108,30 +109,27 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
     Parameters keep their present values. `eps`, and what else came with the new class, is again what it was before.
 
     Raises:
-        ValueError: since then another tool gave a module yet another class or forward. Modules before it are restored.
+        ValueError: since then another tool gave a norm yet another class or forward. Then nothing is restored.
     """
-    lines = []
-    for name, module in model.named_modules():
-        take_hooks_off(module)
-        if isinstance(module, AdoptedNorm):
-            restore(module)
-            lines.append(f"{name or 'model'}: {type(module).__name__} as it was")
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, AdoptedNorm)}
+    for norm in norms.values():
+        changed = "its forward" if "forward" in vars(norm) else f"its class, to {type(norm).__name__}"
+        if "forward" in vars(norm) or type(norm) is not _adopted_class(norm._own, norm._ours):
+            raise ValueError(
+                f"restore_norms: after a {norm._own.__name__} was replaced, another tool changed {changed} (fully_shard, a "
+                "parametrization, module.forward = …); undo that first"
+            )
+    for block in fused_blocks(model).values():
+        unfuse(block)
+    for norm in norms.values():
+        before = norm._before
+        for attribute in _OURS:
+            vars(norm).pop(attribute, None)
+        vars(norm).update(before)
+        norm.__class__ = norm._own
+    lines = [f"{name or 'model'}: {type(norm).__name__} as it was" for name, norm in norms.items()]
     print("".join(f"{line}\n" for line in lines if verbose), end="")
     return lines
-
-
-def restore(norm: "AdoptedNorm") -> None:
-    changed = "its forward" if "forward" in vars(norm) else f"its class, to {type(norm).__name__}"
-    if "forward" in vars(norm) or type(norm) is not _adopted_class(norm._own, norm._ours):
-        raise ValueError(
-            f"restore_norms: after a {norm._own.__name__} was replaced, another tool changed {changed} (fully_shard, a "
-            "parametrization, module.forward = …); undo that first"
-        )
-    before = norm._before
-    for attribute in _OURS:
-        vars(norm).pop(attribute, None)
-    vars(norm).update(before)
-    norm.__class__ = norm._own
 
 
 class AdoptedNorm(nn.Module):
@@ -146,17 +144,20 @@ class AdoptedNorm(nn.Module):
     def __reduce_ex__(self, protocol):
         return _rebuild, (self._own, self._ours), dict(vars(self))
 
-    def forward(self, x: Tensor | Lazy | None = None, **by_name: Any) -> Any:
-        """x is a tensor, also under the name that it has in the model's own forward, or what fused blocks make of one: of a
-        stream the sum and the norm are computed together; the norm of a branch is computed together with the sum that it goes
-        into."""
+    def forward(self, x: Any = None, **by_name: Any) -> Any:
+        """x: also under the name that it has in the model's own forward."""
         x = by_name.pop(self.formula.argument, None) if x is None else x
         if x is None or by_name:
             raise TypeError(f"{type(self).__name__}: forward takes {self.formula.argument}; got {[*by_name]}")
-        if not isinstance(x, Lazy):
-            return self.of_tensor(x)
-        waits = x.residual is None and x._value is None and x.is_plain() and self.out_dtype(x.dtype) == x.dtype
-        return x.then(branch_norm=self) if waits and not is_sharded(self) else x.normed(self)
+        if isinstance(x, Lazy):  # in a fused block
+            waits = x.residual is None and x.x1 is None and x.is_plain() and self.out_dtype(x.dtype) == x.dtype
+            y: Any = x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
+        else:
+            y = take_ahead(self, x)
+            y = self.of_tensor(x) if y is None else y
+        if lazy.WATCH is not None:
+            lazy.WATCH(self, x, y)
+        return y
 
     def of_tensor(self, x: Tensor) -> Tensor:
         y: Any = norm_fn(self.formula.norm, x, *self.weights(), out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))
@@ -180,7 +181,7 @@ class AdoptedNorm(nn.Module):
     def goes_with(self, stream: Lazy) -> bool:
         """Whether one kernel can norm the sum and do what is to be done to its branch: it has one eps and one offset."""
         if stream.branch_norm is not None:
-            return stream.branch_norm.options(stream.x.dtype) == self.options(stream.x.dtype)  # type: ignore[union-attr]
+            return stream.branch_norm.options(stream.x.dtype) == self.options(stream.x.dtype)
         return stream.branch_weight is None or not self.formula.zero_centered_weight
 
     def reset_parameters(self) -> None:

@@ -43,7 +43,7 @@ class Formula:
     norm: Norm
     eps: float | None  # None: as in torch.nn.RMSNorm(eps=None), the epsilon of the dtype it computes in
     zero_centered_weight: bool
-    weight: str | None  # names of the module's parameters
+    weight: str | None  # names of the module's parameters, or of buffers
     bias: str | None
     width: int | None  # None: any, there are no weights
     out_dtype: str  # a key of OUT_DTYPES
@@ -91,8 +91,8 @@ def recognise(module: nn.Module) -> Formula | str:
     """The formula that the module computes, or in words why it is none."""
     if obstacle := _obstacle(module):
         return obstacle
-    parameter = next(module.parameters(), None)
-    widths = getattr(module, "normalized_shape", _WIDTHS) if parameter is None else (parameter.numel(),)
+    vectors = _vectors(module)
+    widths = getattr(module, "normalized_shape", _WIDTHS) if not vectors else (next(iter(vectors.values())).numel(),)
     with undisturbed(_device(module)):
         found = [_formula(module, width) for width in widths]
     obstacles = [formula for formula in found if isinstance(formula, str)]
@@ -110,16 +110,16 @@ def _obstacle(module: nn.Module) -> str:
     """What speaks against it without a trial; empty if nothing does."""
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance, by a tool that wraps modules; replace norms before that"
-    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
-        return "it has submodules or buffers (a parametrization?), and a norm of the last dimension has none"
+    if next(module.children(), None) is not None:
+        return "it has submodules (a parametrization?), and a norm of the last dimension has none"
     if held := [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
         # the trial would not randomise them, and ones pass for no weight
         return f"its {' and '.join(held)}: no Parameter, as FullyShardedDataParallel leaves it; replace norms before that"
-    parameters = list(module.parameters())
+    parameters = list(_vectors(module).values())
     if any(map(is_lazy, parameters)):
         return "its weights have no shape yet; run the model once, then replace norms"
     for p in parameters:
-        if type(p) is not nn.Parameter or type(p.data) is not Tensor:
+        if type(p) not in (nn.Parameter, Tensor) or type(p.data) is not Tensor:
             kind = type(p.data).__name__
             return f"its weights are {kind}; replace norms before a model is sharded or quantised, where it may be on meta"
         if not p.is_floating_point() or p.dim() != 1 or p.shape != parameters[0].shape or len(parameters) > 2:
@@ -128,6 +128,11 @@ def _obstacle(module: nn.Module) -> str:
         if p.dtype == torch.float64 and runs_kernels(p.device):
             return "its weights are float64, which the kernels don't take"
     return ""
+
+
+def _vectors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers: a norm without a bias may have one of zeros."""
+    return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
 @contextmanager
@@ -148,7 +153,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 def _formula(module: nn.Module, width: int) -> Formula | str:
     generator = torch.Generator().manual_seed(width)
-    names = [name for name, _ in module.named_parameters(recurse=False)]
+    names = [*_vectors(module)]
     # Weights of both signs: |w| is another function.
     values = {name: torch.randn(width, generator=generator) for name in names}
     rows = torch.randn(len(_SIZES), width, generator=generator) + 0.5
@@ -203,7 +208,7 @@ def _run(module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool
     clone: nn.Module = object.__new__(type(module))
     clone.__dict__ |= {name: copy(value) if type(value) in (list, dict, set) else value for name, value in vars(module).items()}
     weights = {name: value.to(device, copy=True) for name, value in values.items()}
-    clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "training": training}
+    clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "_buffers": {}, "training": training}
     return type(module).forward(clone, x.to(device, copy=True)).cpu()
 
 

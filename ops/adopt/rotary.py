@@ -69,19 +69,18 @@ def restore_rotary(model: nn.Module) -> list[str]:
     """Gives attention modules their own class again; returns a line for each.
 
     Raises:
-        ValueError: since then another tool gave one yet another class or forward. Modules before it are restored.
+        ValueError: since then another tool gave one yet another class or forward. Then nothing is restored.
     """
-    lines = []
-    for name, module in model.named_modules():
-        if isinstance(module, AdoptedAttention):
-            if "forward" in vars(module) or type(module) is not adopted_class(module._own, module._turn):
-                raise ValueError(
-                    f"restore_rotary: since {name}, a {module._own.__name__}, was replaced, another tool changed its forward "
-                    "or its class (fully_shard, a parametrization, module.forward = …); undo that first"
-                )
-            module.__class__ = module._own
-            lines.append(f"{name or 'model'}: {type(module).__name__} as it was")
-    return lines
+    adopted = {name: module for name, module in model.named_modules() if isinstance(module, AdoptedAttention)}
+    for name, module in adopted.items():
+        if "forward" in vars(module) or type(module) is not adopted_class(module._own, module._turn):
+            raise ValueError(
+                f"restore_rotary: since {name}, a {module._own.__name__}, was replaced, another tool changed its forward "
+                "or its class (fully_shard, a parametrization, module.forward = …); undo that first"
+            )
+    for module in adopted.values():
+        module.__class__ = module._own
+    return [f"{name or 'model'}: {type(module).__name__} as it was" for name, module in adopted.items()]
 
 
 def _forward(module: nn.Module) -> Any:

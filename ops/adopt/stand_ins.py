@@ -13,50 +13,81 @@ from torch.overrides import TorchFunctionMode
 from .lazy import Lazy, dropout, settled
 
 
+class Returns:
+    """What each stand-in returns, by its path: a tensor, or a tuple or list of one and of nothing more. It is learnt from what
+    the block does with the output."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, tuple[type, int]] = {}
+        self.asked = ""  # the stand-in whose output was unpacked last
+        self.are_known = False
+
+    def of(self, path: str, y: Any) -> Any:
+        if path not in self.kinds:
+            return y
+        kind, count = self.kinds[path]
+        return kind([y, *[None] * (count - 1)])
+
+    def at_least(self, path: str, count: int) -> None:
+        kind, most = self.kinds.get(path, (tuple, 0))
+        self.kinds[path] = kind, max(count, most)
+
+    def learn(self, error: Exception) -> bool:
+        """Whether an error of the block tells that the last stand-in that was unpacked returns something else."""
+        kind, count = self.kinds.get(self.asked, (tuple, 0))
+        if isinstance(error, ValueError) and "values to unpack" in str(error) and count:
+            self.kinds[self.asked] = kind, count + 1
+        elif isinstance(error, TypeError) and "concatenate" in str(error) and kind is tuple and count:
+            self.kinds[self.asked] = list, count
+        else:
+            return False
+        return True
+
+
 class StandIn(nn.Module):
     """Some function of its first tensor in place of a sublayer, with its attributes."""
 
-    def __init__(self, part: nn.Module, path: str, run: Any) -> None:
+    def __init__(self, part: nn.Module, path: str, number: int, returns: Returns) -> None:
         super().__init__()
-        vars(self).update(standing_for=part, path=path, run=run)
+        vars(self).update(standing_for=part, path=path, number=number, returns=returns, got_lazy=False)
 
     def __getattr__(self, name: str) -> Any:
         return on_cpu(getattr(vars(self)["standing_for"], name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run, path, given = self.run, self.path, (*args, *kwargs.values())
-        if any(isinstance(x, Lazy) and (type(x) is not Output or x.is_branch) for x in given):
-            run.got_lazy.add(path)
-        tensors = [x for x in given if isinstance(x, Tensor | Lazy) and x.is_floating_point() and x.ndim]
-        x = settled(tensors[0]) if tensors else run.residual
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | Lazy) and x.is_floating_point() and x.ndim]
+        if any(isinstance(x, Lazy) for x in given):
+            vars(self)["got_lazy"] = True
+        if not given:
+            raise TypeError(f"{self.path} gets no tensor")
+        x = settled(given[0])
         width = getattr(self.standing_for, "out_features", getattr(self.standing_for, "nf", x.shape[-1]))
-        rows = x if width == x.shape[-1] else x.mean(-1, keepdim=True) + torch.arange(width)
-        y = torch.sin(rows + 0.1 * (1 + [*run.stand_ins].index(path)))
-        run.made[y.data_ptr()] = (path, y)
-        return Output(y, run, path)
+        rows = x.float()[..., torch.arange(width) % x.shape[-1]]
+        y = torch.sin(rows + 0.1 * (1 + self.number)).to(x.dtype)
+        if torch.is_autocast_enabled("cpu"):  # as a matrix product
+            y = y.to(torch.get_autocast_dtype("cpu"))
+        return self.returns.of(self.path, y) if self.returns.are_known else Output(y, self.returns, self.path)
 
 
 class Output(Lazy):
-    """What a stand-in returns: a tensor, or a tuple of one and of nothing more if the block takes it for a tuple."""
+    """What a stand-in returns while it is not known whether that is a tensor or a tuple."""
 
-    def __init__(self, y: Tensor, run: Any, path: str) -> None:
+    def __init__(self, y: Tensor, returns: Returns, path: str) -> None:
         super().__init__(y)
-        self.run, self.path, self.is_branch = run, path, path in run.branches
-        if not self.is_branch:
-            self._value = y  # so it takes part by its value
+        self._value, self.returns, self.path = y, returns, path
 
-    def _items(self, least: int) -> tuple:
-        count = self.run.returns[self.path] = max(least, self.run.returns.get(self.path, 0))
-        return (Lazy(self.x) if self.is_branch else self.x, *[None] * (count - 1))
+    def _items(self, least: int) -> Any:
+        self.returns.asked = self.path
+        self.returns.at_least(self.path, least)
+        return self.returns.of(self.path, self.x)
 
     def __iter__(self) -> Iterator[Any]:
-        self.run.asked = self.path
         return iter(self._items(1))
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice) and index.start == 1:  # the rest of a tuple
             return self._items(1)[1:]
-        return self._items(max(index + 1, 2))[index] if type(index) is int else self.tensor()[settled(index)]
+        return self._items(max(index + 1, 1))[index] if type(index) is int else self.x[settled(index)]
 
 
 class SameDropout(TorchFunctionMode):

@@ -6,18 +6,22 @@ adopt(model).undo()
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .hooks import BlockHooks, is_fused, settle_arguments, settle_output
+from .attention import AdoptedAttention
+from .blocks import AdoptedBlock, fuse, fused_blocks, unfuse
 from .loss import calls_loss, replace_loss, restore_loss
-from .norms import AdoptedNorm, Site, replace_norms, restore, restore_norms
+from .norms import AdoptedNorm, Site, replace_norms, restore_norms
 from .rotary import replace_rotary, restore_rotary
 from .trial import Trial, try_block
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a whole tensor, relative; 0.05 for the others
 
 
 @dataclass
@@ -25,39 +29,38 @@ class Adoption:
     """What `adopt` did; str is a table of it."""
 
     model: nn.Module
-    norms: list[Site]
+    norms: list[Site] = field(default_factory=list)
     blocks: dict[str, Trial] = field(default_factory=dict)  # by the block's name in the model
     left: dict[str, str] = field(default_factory=dict)  # blocks that stay as they are, and why
     rotary: list[tuple[str, str]] = field(default_factory=list)  # names of attention modules, and what was done there
     loss: str = ""
-    functions: list[str] = field(default_factory=list)  # norms that are calls in a forward, which stay as they are
+    notes: list[str] = field(default_factory=list)  # what else a reader should know
 
     def undo(self) -> None:
-        """Gives the model back its own norms, sums and loss; its parameters keep their values."""
+        """Gives the model back its own norms, sums, rotary positions and loss; its parameters keep their values."""
         restore_rotary(self.model)
         restore_norms(self.model, verbose=False)
         restore_loss(self.model, verbose=False)
 
     def __str__(self) -> str:
-        along = {
-            f"{block}.{path}" if path else block: f"with {', '.join(('the add before it', *features))}"
-            for block, trial in self.blocks.items()
-            for path, features in trial.norms.items()
-        }
+        along = {}
+        for block, trial in self.blocks.items():
+            for path, features in trial.norms.items():
+                sums = "the stream past it" if path == trial.enters else "the add before it"
+                along[f"{block}.{path}".strip(".")] = f"with {', '.join((sums, *features))}"
         lines = [
             (site.name, f"{site.was}, {along.get(site.name, 'fused') if site.fused else f'left alone: {site.why}'}")
             for site in self.norms
         ]
         for name, why in self.left.items():
             lines.append((name, f"{type(self.model.get_submodule(name)).__name__}, sums left alone: {why}"))
-        return (
-            "\n".join([*_grouped(lines + self.rotary), *filter(None, [self.loss]), *self.functions])
-            or "nothing in it is a norm"
-        )
+        told = [*_grouped(lines + self.rotary), *filter(None, [self.loss]), *self.notes]
+        return "\n".join(told) or "nothing in it is a norm"
 
 
 def adopt(
     model: nn.Module,
+    batch: Any = None,
     *,
     blocks: bool = True,
     rotary: bool = True,
@@ -67,13 +70,16 @@ def adopt(
 ) -> Adoption:
     """Lets a model run the fused kernels, in place: its norms, the residual sums in its blocks, and its loss.
 
-    Norms are replaced as `replace_norms` says. Then each stack of blocks in the model is looked for, and each block is tried:
-    where a norm can compute a residual sum along, it does, with the dropout, scale, drop path or norm that the branch goes
-    through. The block keeps its own forward, so its arguments, caches and whatever else it does stay as they are.
-    A second call changes nothing.
+    Norms are replaced as `replace_norms` says. Then the blocks in the model are looked for, and each is tried: where a norm can
+    compute a residual sum along, it does, with the dropout, scale, drop path or norm that the branch goes through. The block
+    keeps its own forward, so its arguments, caches and whatever else it does stay as they are. What enters and leaves a module
+    is a tensor. A second call changes nothing. If anything raises, the model is as it was.
 
     Args:
         model: any module; on any device, on meta too. Before DDP, FSDP or torch.compile are put around it.
+        batch: what the model is called with: a dict (keyword arguments), a tuple or a tensor, on its device. The model is then
+            run before and after, in evaluation, and if outputs or gradients differ by more than 1e-3 (fp32; 0.05 in bf16
+            and fp16) of their norm, all is undone.
         blocks: also compute the sums of its blocks in the norms.
         rotary: also turn queries and keys in one kernel, with the norms before (`replace_rotary`).
         loss: also replace `loss_function`, if its forward calls one that is that of transformers' causal language models.
@@ -81,31 +87,39 @@ def adopt(
         verbose: print the table.
 
     Returns:
-        What was done; `.undo()` undoes it, as do `restore_rotary`, `restore_norms` and `restore_loss`.
+        What was done; `.undo()` undoes it.
+
+    Raises:
+        TypeError: model is no module, or `only` no function.
     """
-    found = Adoption(model, replace_norms(model, only=only, verbose=False))
-    for name, block in _blocks(model) if blocks else ():
-        parts = list(block.modules())
-        has_norms = any(isinstance(part, AdoptedNorm) for part in parts)
-        if not has_norms or any(map(is_fused, parts)) or (only and not only(name, block)):
-            continue
-        trial = try_block(block)
-        if isinstance(trial, str):
-            found.left[name] = trial
-        else:
-            _fuse(block, trial)
-            found.blocks[name] = trial
-    for name, module in model.named_modules():
-        holds = any(block.startswith(f"{name}." if name else "") for block in found.blocks)
-        if holds and name not in found.blocks and settle_output not in module._forward_hooks.values():
-            module.register_forward_hook(settle_output, prepend=True)
-    found.rotary = replace_rotary(model, only=only) if rotary else []
-    if loss and calls_loss(model):
-        try:
-            found.loss = replace_loss(model, verbose=False)
-        except ValueError as error:
-            found.loss = str(error).removeprefix("replace_loss: ")
-    found.functions = _functional_norms(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"adopt: model is a {type(model).__name__}, expected a module; put blocks into an nn.ModuleList")
+    if only is not None and not callable(only):
+        raise TypeError(f"adopt: only is {only!r}, expected a function of name and module: only=lambda name, module: …")
+    undo = _undoing(model)
+    wanted = None if batch is None else _results(model, batch)
+    found = Adoption(model)
+    try:
+        found.norms = replace_norms(model, only=only, verbose=False)
+        if blocks:
+            _fuse_blocks(found, only)
+        if rotary:
+            found.rotary = replace_rotary(model, only=only)
+        if loss and calls_loss(model):
+            try:
+                found.loss = replace_loss(model, verbose=False)
+            except ValueError as error:
+                found.loss = str(error).removeprefix("replace_loss: ")
+        if blocks and not found.blocks and not found.left and any(site.fused for site in found.norms):
+            found.notes.append("no block found: no module's forward takes the stream first and adds to what its norms get")
+        found.notes += _functional_norms(model)
+        difference = "" if wanted is None else _difference(wanted, _results(model, batch))
+    except BaseException:
+        undo()
+        raise
+    if difference:
+        undo()
+        found = Adoption(model, notes=[f"all undone: {difference}"])
     if verbose:
         print(found)
     return found
@@ -118,9 +132,8 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
 
     Args:
         block: any block whose forward takes the stream first. Or an nn.ModuleList or nn.Sequential of such blocks: all are
-            fused, or none. The last block's sum is left to whatever comes next: a Pending, which takes part in a program as
-            the tensor that it stands for.
-        residual_in_fp32: keep the stream in fp32 if it begins in this block, that is, if its x is a tensor.
+            fused, or none.
+        residual_in_fp32: keep the stream in fp32: a block that gets it in another dtype converts it.
 
     Returns:
         What was found, of each block of a stack.
@@ -132,29 +145,65 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
     blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
-    others = [module for module in block.modules() if not isinstance(module, AdoptedNorm)]
+    undo = _undoing(block)
     replace_norms(block, verbose=False)
-    trials: list[Any] = ["it is fused already; restore_norms undoes it" if is_fused(one) else try_block(one) for one in blocks]
+    trials: list[Any] = [
+        "it is fused already; restore_norms undoes it" if fused_blocks(one) else try_block(one) for one in blocks
+    ]
     if refused := [i for i, trial in enumerate(trials) if isinstance(trial, str)]:
-        for module in others:
-            if isinstance(module, AdoptedNorm):
-                restore(module)
+        undo()
         i = refused[0]
         which = f"It is block {i} of {len(blocks)}, and all stay as they were"
         raise ValueError(f"fuse_prenorm_block({type(blocks[i]).__name__}): {trials[i]}. {which}")
     for one, trial in zip(blocks, trials, strict=True):
-        _fuse(one, trial, residual_in_fp32)
+        fuse(one, trial, residual_in_fp32)
     return trials if stack else trials[0]
 
 
-def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in containers, of the inner containers first."""
-    seen: set[nn.Module] = set()
-    for stack, container in reversed([(name, module) for name, module in model.named_modules() if _is_stack(module)]):
-        for child, block in container.named_children():
-            if block not in seen and not _is_stack(block) and not isinstance(block, AdoptedNorm):
-                seen.add(block)
-                yield f"{stack}.{child}" if stack else child, block
+def _undoing(model: nn.Module) -> Callable[[], None]:
+    """A function that undoes what is adopted from now on."""
+    before = {m for m in model.modules() if isinstance(m, AdoptedNorm | AdoptedAttention)} | {*fused_blocks(model).values()}
+    loss = getattr(model, "loss_function", None)
+
+    def undo() -> None:
+        for block in fused_blocks(model).values():
+            if block not in before:
+                unfuse(block)
+        new = [m for m in model.modules() if m not in before]
+        restore_rotary(nn.ModuleList(m for m in new if isinstance(m, AdoptedAttention)))
+        restore_norms(nn.ModuleList(m for m in new if isinstance(m, AdoptedNorm)), verbose=False)
+        if getattr(model, "loss_function", None) is not loss:
+            restore_loss(model, verbose=False)
+
+    return undo
+
+
+def _fuse_blocks(found: Adoption, only: Callable[[str, nn.Module], bool] | None) -> None:
+    tried, found_of = set[nn.Module](), dict[type, Any]()
+    for name, block, is_stacked in _blocks(found.model):
+        parts = list(block.modules())
+        if not any(isinstance(part, AdoptedNorm) for part in parts) or any(isinstance(m, AdoptedBlock) for m in parts):
+            continue
+        if block in tried or (only and not only(name, block)):
+            continue
+        tried.update(parts if is_stacked else [block])
+        trial = found_of[type(block)] = try_block(block, like if isinstance(like := found_of.get(type(block)), Trial) else None)
+        if not isinstance(trial, str):
+            fuse(block, trial)
+            found.blocks[name] = trial
+        elif is_stacked:
+            found.left[name] = trial
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The modules in containers, of the inner containers first; then all others, what they hold first. With whether it is in a
+    container."""
+    modules = [(name, m) for name, m in reversed([*model.named_modules()]) if not isinstance(m, AdoptedNorm)]
+    for stack, container in modules:
+        for child, block in container.named_children() if _is_stack(container) else ():
+            if not _is_stack(block) and not isinstance(block, AdoptedNorm):
+                yield f"{stack}.{child}" if stack else child, block, True
+    yield from [(name, m, False) for name, m in modules if not _is_stack(m)]
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -164,16 +213,60 @@ def _is_stack(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
-def _fuse(block: nn.Module, trial: Trial, residual_in_fp32: bool = False) -> None:
-    hooks = BlockHooks(block, trial.argument, trial.width, residual_in_fp32)
-    block.register_forward_pre_hook(hooks.enter, with_kwargs=True)
-    for path in trial.plain:
-        block.get_submodule(path).register_forward_pre_hook(settle_arguments, with_kwargs=True)
-    for path in trial.parts:
-        block.get_submodule(path).register_forward_hook(hooks.make_branch, prepend=True)
-    for dropout in {m for path in trial.feeds for m in block.get_submodule(path).modules() if type(m) is nn.Dropout}:
-        dropout.register_forward_pre_hook(hooks.drop_later)
-    block.register_forward_hook(hooks.leave, prepend=True)
+def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Outputs, and gradients of a loss: the model's own, or a projection of its outputs."""
+    modes = {module: module.training for module in model.modules()}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(list(devices)), torch.enable_grad():
+            torch.manual_seed(0)
+            model.eval()
+            args = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
+            output = model(*args, **(batch if isinstance(batch, Mapping) else {}))
+            tensors = {f"output{path}": t for path, t in _tensors(output) if t.is_floating_point()}
+            scalars = [t for t in tensors.values() if t.dim() == 0]
+            loss = (
+                scalars[0]
+                if scalars
+                else sum(
+                    (t.float() * torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape)).sum()
+                    for t in tensors.values()
+                )
+            )
+            gradients: Any = [None] * len(parameters)
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    found = {name: t.detach().clone() for name, t in tensors.items()}
+    return found | {f"gradient of {name}": g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def _tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        yield path, output
+    elif isinstance(output, Mapping):
+        for name, one in output.items():
+            yield from _tensors(one, f"{path}.{name}")
+    elif isinstance(output, tuple | list):
+        for i, one in enumerate(output):
+            yield from _tensors(one, f"{path}[{i}]")
+
+
+def _difference(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> str:
+    """In words, what differs; empty if nothing does."""
+    for name in dict.fromkeys((*wanted, *found)):
+        if name not in wanted or name not in found:
+            return f"{name} is there {'before' if name in wanted else 'after'} alone"
+        a, b = wanted[name], found[name]
+        if a.shape != b.shape:
+            return f"{name} has shape {tuple(b.shape)}, before it had {tuple(a.shape)}"
+        error = float((b.double() - a.double()).nan_to_num().norm() / a.double().nan_to_num().norm().clamp_min(1e-9))
+        if error > _TOLERANCE.get(a.dtype, 0.05):
+            return f"{name} is off by {error:.2g} of its size"
+    return ""
 
 
 def _functional_norms(model: nn.Module) -> list[str]:
@@ -185,7 +278,7 @@ def _functional_norms(model: nn.Module) -> list[str]:
         called: list[Any] = [inspect.unwrap(cls.forward)]
         for function in called:  # which grows
             names = _names(function.__code__) if isinstance(function, FunctionType) else set()
-            found = [function.__globals__.get(name) or getattr(cls, name, None) for name in sorted(names)]
+            found = [function.__globals__.get(name, getattr(cls, name, None)) for name in sorted(names)]
             called += [f for f in found if isinstance(f, FunctionType) and f.__module__ == cls.__module__ and f not in called]
             by = "" if function is called[0] else f" by {function.__name__}()"
             for name in sorted({"rms_norm", "layer_norm"} & names):

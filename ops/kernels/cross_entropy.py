@@ -18,6 +18,7 @@ from triton.language.target_info import cuda_capability_geq, is_cuda
 
 from .constants import Constants
 from .nvidia import PTX, widen
+from .rows import as_mask
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
@@ -294,7 +295,7 @@ def load_blocks(
     """
     b = ()
     for i in tl.static_range(COUNT):
-        m = counts
+        m = as_mask(counts)
         if INSIDE or lies_inside(first, i, HOW):
             pass
         elif HOW.SHIFTED:

@@ -192,6 +192,12 @@ def row_sum(b_row):
 
 
 @triton.jit
+def as_mask(condition):
+    """A comparison of two numbers, for blocks. Triton's interpreter gives it their type, which 3.9 refuses as a mask's."""
+    return tl.where(condition, True, False)
+
+
+@triton.jit
 def add_pairs(a, b, c, d):
     return a + c, b + d
 

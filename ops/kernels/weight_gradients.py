@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .rows import block_cols, blocks
+from .rows import as_mask, block_cols, blocks
 
 
 class WeightGradients(NamedTuple):
@@ -68,7 +68,7 @@ def store_partials(p, b_sums, group, at, VARIANT: tl.constexpr, FIRST: tl.conste
 def add_stored_partials(p, b_sums, stored, at, VARIANT: tl.constexpr):
     """b_sums and what this program stored before, if it has; in the first of its rows. For rows of one block."""
     cols = block_cols(0, at, VARIANT)[None, :]
-    m = (tl.arange(0, VARIANT.ROWS) == 0)[:, None] & (cols < VARIANT.N) & stored
+    m = (tl.arange(0, VARIANT.ROWS) == 0)[:, None] & (cols < VARIANT.N) & as_mask(stored)
     b_new = ()
     for j in tl.static_range(6):
         b_row = ()

@@ -1,6 +1,7 @@
 """What a user reads after a mistake: the key, what was given, what is accepted, what to do."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -94,7 +95,37 @@ def test_all_numbers_out_of_range_or_else_all_broken_rules_are_reported_at_once(
         assert [re.split("[:=]", line)[0] for line in str(error.value).splitlines()] == expected
 
 
-@pytest.mark.parametrize("name", ["norm.impl", "train.compile", "profile", "deterministic"])
+@pytest.mark.parametrize("name", ["norm.impl", "train.compile", "train.graph", "profile", "deterministic"])
 def test_ablate_refuses_the_keys_that_it_sets_itself(name):
     with pytest.raises(ConfigError, match=f"{name}=1: {name} (is|would)"):
         rules.check_ablation(["seed=1", f"{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "why"),
+    [
+        ([], Machine("cuda"), ""),
+        (["train.compile=true", "train.accumulation=2", "optim.kind=muon"], Machine("cuda"), ""),
+        (["train.graph=false"], Machine("cuda"), "train.graph=false"),
+        ([], Machine("cpu"), "this run is on cpu"),
+        ([], Machine("cuda", ranks=2, by_torchrun=True), "torchrun started this one"),
+        (["train.compile=true", "train.compile_mode=reduce-overhead"], Machine("cuda"), "makes graphs of its own"),
+        (["profile=true"], Machine("cuda"), "which operator launched a kernel"),
+        (["train.recompute=true", "model.dropout=0.1"], Machine("cuda"), "draws dropout"),
+        (["train.recompute=true", "model.dropout=0.1", "model.attention_dropout=0"], Machine("cuda"), ""),
+        (
+            ["train.recompute=true", "model.dropout=0.1", "model.attention_dropout=0", "norm.impl=torch"],
+            Machine("cuda"),
+            "draws",
+        ),
+    ],
+)
+def test_what_can_be_no_cuda_graph_says_why_and_is_refused_where_one_is_asked_for(given, machine, why):
+    cfg = configs.load(given, on=machine)
+    found = rules.why_no_graph(cfg, machine)
+    assert (why in found) if why else not found
+    if cfg.train.graph == "auto":
+        with pytest.raises(ConfigError, match=rf"train\.graph=true: .*{why}.* Use train\.graph=auto") if why else nullcontext():
+            configs.load([*given, "train.graph=true"], on=machine)
+    with pytest.raises(ConfigError, match=r"train\.graph=yes_please: takes auto, true or false"):
+        configs.load([*given, "train.graph=yes_please"], on=machine)

@@ -1,12 +1,15 @@
+import hashlib
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
-from data.cache import cached_folder
+import data.cache
+from data.cache import cached_folder, known_checksums
 
 
 def write(folder: Path) -> None:
@@ -41,7 +44,38 @@ def test_a_killed_build_leaves_no_torn_folder_and_the_next_one_cleans_up(tmp_pat
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert [torn.name[0] for torn in tmp_path.glob("*/")] == ["."]
-    assert [cached_folder(str(tmp_path), "a", {}, write)] == [*tmp_path.glob("*/")]
+    assert [cached_folder(str(tmp_path), "a", {"another": 1}, write)] == [*tmp_path.glob("*/")]
+
+
+def test_a_large_file_is_hashed_again_only_where_its_size_times_or_samples_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.cache.SAMPLE", 10)
+    path, read, plain = tmp_path / "x", [], data.cache.checksums
+    monkeypatch.setattr(data.cache, "checksums", lambda paths, *more: read.append(1) or plain(paths, *more))
+    path.write_bytes(bytes(range(250)) * 100)
+    first, again = (known_checksums([path], tmp_path / "cache") for _ in range(2))
+    assert first == again == [hashlib.sha256(path.read_bytes()).hexdigest()] and read == [1]
+    for change in (lambda: os.utime(path), lambda: path.open("ab").write(b"x"), lambda: path.open("r+b").write(b"xyz")):
+        times = path.stat()
+        change()
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert known_checksums([path], tmp_path / "cache") == plain([path])
+    assert len(read) == 4
+    assert known_checksums([path], Path("/proc")) == plain([path]), "where nothing can be kept it is read"
+
+
+def test_who_waits_for_a_lock_says_so(tmp_path, capfd, monkeypatch):
+    building = Event()
+
+    def build(folder: Path) -> None:
+        building.set()
+        time.sleep(1.5)
+        write(folder)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(cached_folder, str(tmp_path), "a", {}, build)
+        building.wait()
+        cached_folder(str(tmp_path), "a", {}, build)
+    assert f"data.name=a: another process prepares it in {tmp_path}" in capfd.readouterr().err
 
 
 def test_who_comes_while_another_builds_waits_and_the_folder_appears_complete_in_one_step(tmp_path):

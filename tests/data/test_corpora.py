@@ -2,6 +2,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -10,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import data.corpora
+import data.pieces
 from configs.schema import DataConfig, Source, TokenizerConfig, TokenizerKind
 from data import Corpus, load_corpus
 from tests.data.texts import text_of
@@ -72,14 +74,21 @@ def test_tokens_decode_to_the_documents_and_are_mapped(text_config, notes):
         assert split.bytes_per_token == split.bytes / len(split.tokens)
 
 
-@pytest.mark.parametrize("most", [2**28, 500])
-def test_bpe_learns_from_the_training_documents_alone_and_from_a_bounded_part_of_them(text_config, most, monkeypatch):
+@pytest.mark.parametrize("most", [2**25, 3000])
+def test_bpe_learns_from_the_training_documents_alone_and_from_a_bounded_part_of_all_of_them(text_config, most, monkeypatch):
     seen, train = [], data.corpora.train_bpe
-    monkeypatch.setattr(data.corpora, "BPE_CHARACTERS", most)
+    monkeypatch.setattr(data.corpora, "BPE_BYTES", most)
+    monkeypatch.setattr(data.corpora, "BPE_BYTES_OF_TOKEN", 1)
+    monkeypatch.setattr(data.pieces.in_pieces, "__defaults__", (None, 50, 100))
     monkeypatch.setattr(data.corpora, "train_bpe", lambda texts, size: train(seen.extend(texts) or seen, size))
     text = "".join(decoded(load(text_config, BPE))[0])
     learned = "".join(seen)
-    assert text.startswith(learned) and (learned == text if most > 500 else 500 <= len(learned) < 2000)
+    if most > 3000:
+        assert learned == text
+    else:
+        assert len(text) > 5000 and len(learned.encode()) == pytest.approx(most, rel=0.25)
+        places = [text.index(piece) / len(text) for piece in seen]
+        assert np.histogram(places, 5, (0, 1))[0].min() > 0.1 * len(seen), "from the beginning to the end"
 
 
 def test_a_tokenizer_that_adds_a_prefix_to_each_text_gets_whole_documents(text_config, notes, tmp_path, monkeypatch):
@@ -87,7 +96,7 @@ def test_a_tokenizer_that_adds_a_prefix_to_each_text_gets_whole_documents(text_c
     for i, text in enumerate(texts):
         (notes / f"long{i}.txt").write_text(text)
     text_config.files = [f"{notes}/long*.txt"]
-    monkeypatch.setattr("data.tokenizer.cut.__defaults__", (100,))
+    monkeypatch.setattr(data.pieces.in_pieces, "__defaults__", (None, 100, 200))
     metaspace = tokenizers.Tokenizer(models.BPE())
     metaspace.pre_tokenizer, metaspace.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], show_progress=False)
@@ -172,13 +181,17 @@ def test_what_is_asked_of_the_hub_is_the_revision_and_its_lines_become_articles(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"text_field": "body", "streaming": True}, r"dataset, data.subset=null can't be read: .*'?body"),
+        ({"text_field": "body"}, r"dataset, data.subset=null, data.text_field=body can't be read: Column name \['body'\]"),
+        ({"text_field": "body", "streaming": True}, r"dataset, .*, data.text_field=body can't be read: .*'?body"),
         (
             {"text_field": "id"},
             "dataset, .* can't be read: row 1 of train: the column data.text_field=id has no text, but int 0",
         ),
         ({"val_split": "valid"}, "data.val_split=valid is not a split of .*dataset, which has: train"),
-        ({"subset": "french"}, "data.subset=french can't be read: BuilderConfig 'french' not found. Available: .*default"),
+        (
+            {"subset": "french"},
+            "data.subset=french, .* can't be read: BuilderConfig 'french' not found. .*use data.subset=null",
+        ),
         ({"document_start": "("}, r"data.document_start=\( is not a regular expression"),
         ({"path": "owner/name"}, "data.path=owner/name.* can't be read: .* Without a network use"),
     ],
@@ -187,6 +200,17 @@ def test_what_the_data_set_lacks_is_named(hub_config, settings, message):
     config = hub_config("json", {"id": list(range(40)), "text": TEXTS}, **settings)
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         load(config)
+
+
+def test_without_a_network_the_hub_is_not_tried_for_half_a_minute(text_config, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("socket.create_connection", Mock(side_effect=OSError))
+    monkeypatch.setattr("data.hub.getproxies", dict)
+    with pytest.raises(ValueError, match=r"Couldn't reach 'owner/name'.*OfflineMode.* Without a network use"):
+        load(replace(text_config, source=Source.hub, path="owner/name"))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
 
 
 def test_a_split_shorter_than_a_context_is_refused_with_its_length(text_config, notes):

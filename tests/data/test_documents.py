@@ -12,7 +12,14 @@ from data.documents import find_documents
 
 
 def texts_of(data: DataConfig, scratch: Path) -> list[str]:
-    return list(find_documents(data).open(scratch)[0]())
+    texts, parts = [], []
+    for text, ends in find_documents(data).open(scratch)[0]():
+        parts.append(text)
+        if ends:
+            texts.append("".join(parts))
+            parts = []
+    assert not parts
+    return texts
 
 
 def text(*files: object) -> DataConfig:
@@ -62,7 +69,7 @@ def test_files_and_rows_are_documents_unchanged_but_for_a_byte_order_mark(tmp_pa
         ("x.json", '[\n {"text": "a"}\n]\n', "row 1, line 1, .*Expecting value.*jq -c"),
         ("x.json", '[{"text": "a"}]\n', "row 1, line 1: no JSON object.*jq -c"),
         ("x.txt", "日本\n".encode("utf-16")[:6], "line 1: .*can't decode"),
-        ("x.txt", "\nking".encode("utf-16-le"), "line 2: has a zero byte, as UTF-16"),
+        ("x.txt", "\nking".encode("utf-16-le"), "line 2: it has a zero byte, as UTF-16"),
         ("x.txt", "a\nkönig".encode("latin-1"), "line 2: .*can't decode byte 0xf6"),
         ("x.parquet", b"PAR1", "smaller than the minimum"),
     ],
@@ -107,7 +114,10 @@ def test_files_are_named_by_path_glob_home_and_from_the_working_folder(notes, tm
     [
         (text("notes/0.txt", "notes/missing.txt"), r"data\.files: notes/missing\.txt matches no file"),
         (text("notes"), r"matches no file .* a pattern such as notes/\*\.txt"),
+        (text("x" * 300), "x matches no file"),
         (hub("pipe"), r"data\.path=pipe is no folder"),
+        (hub("./" + "x" * 300), "x is no folder"),
+        (hub("notes/0.txt"), r"is no folder, but a file. Use data=text 'data.files=\[notes/0.txt\]'"),
         (hub("broken"), r"^data\.path=broken.* can't be read: .*JSON"),
     ],
 )

@@ -9,7 +9,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data import load_corpus
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, char_tokenizer, train_bpe
 
 TEXT = "the king and the queen of the night are come\nto see what the morning brings us\n" * 30
 ALIEN = "né漢字 €\n"
@@ -63,6 +63,15 @@ def test_a_corpus_counts_the_bytes_that_its_tokens_stand_for_and_those_that_are_
     assert sum(split.bytes + split.lost for split in splits) == len(text.encode())
     assert sum(split.lost for split in splits) == 300 * len("é漢字€".encode())
     assert all(split.bytes == corpus.tokenizer.bytes_of[np.asarray(split.tokens)].sum() for split in splits)
+
+
+def test_the_mark_of_spaces_is_one_only_where_a_tokenizer_has_it_as_that():
+    """In a text of another tokenizer "▁" is a character of three bytes, as "Ġ" is one of two."""
+    text = "▁a Ġé"
+    assert predicted(char_tokenizer(text), text) == len(text.encode()) == 9
+    byte_level = Library.from_str(train_bpe([text], 257).to_json())
+    byte_level.add_tokens(["Ġé", "▁"])  # matched in text as they are
+    assert predicted(Tokenizer(byte_level), text) == 9
 
 
 def test_a_tokenizer_without_a_token_that_could_end_a_document_is_refused():

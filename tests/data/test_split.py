@@ -4,18 +4,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import DataConfig
-from data.split import TRAIN, VAL, hold_out, split_documents
+from data.split import TRAIN, hold_out, split_documents
 from tests.data.texts import text_of
 
 LINES, LINE = text_of(1, 2000), "日本" * 500
 DOCUMENTS = [text_of(i, 50 + i % 7) for i in range(100)]
 
 
+def blocks(documents: list[str]):
+    """As a file is read: a long document in blocks, whose last one is empty."""
+    for document in documents:
+        if len(document) < 1000:
+            yield document, True
+        else:
+            yield from ((document[i : i + 700], False) for i in range(0, len(document), 700))
+            yield "", True
+
+
 def split(documents: list[str], *, val: list[str] | None = None, **settings):
     """The documents of each split."""
-    read = (lambda: iter(val)) if val is not None else None
-    labelled = list(split_documents(lambda: iter(documents), read, DataConfig(**settings))())
-    return tuple([text for of, text in labelled if of == side] for side in (TRAIN, VAL))
+    labelled = split_documents(lambda: blocks(documents), val and (lambda: blocks(val)), DataConfig(**settings))
+    found: tuple[list[str], list[str]] = ([], [])
+    parts: list[str] = []
+    for side, text, ends in labelled.read():
+        parts.append(text)
+        if ends:
+            found[side].append("".join(parts))
+            parts = []
+    assert not parts
+    if not settings.get("streaming"):
+        train, whole = (len("".join(texts).encode()) for texts in (found[TRAIN], [*found[0], *found[1]]))
+        assert labelled.bytes == whole and labelled.train_bytes == pytest.approx(train, rel=0.1)
+    return found
 
 
 @pytest.mark.parametrize(("streaming", "fraction"), [(False, 0.01), (False, 0.2), (False, 0.9), (True, 0.2)])

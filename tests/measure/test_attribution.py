@@ -22,6 +22,7 @@ SUM = "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float> >"
 NAMES = [
     ("norm", "triton_red_fused__to_copy_add_native_layer_norm_native_dropout_3"),
     ("norm", "triton_poi_fused__to_copy_view_2"),
+    ("norm", "kernel_cutlass_kernel_torch_vendorquackrmsnormRMSNorm_object_at__tensorptrbf16gmemalign16o768_0"),
     ("norm", "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_view_4"),
     ("norm", "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6"),  # rotary positions
     ("norm", "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 8u, 64u>(long)"),

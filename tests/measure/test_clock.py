@@ -44,6 +44,30 @@ def test_the_peak_of_memory_is_that_of_the_steps_of_this_run(monkeypatch):
     assert on_gpu.peak_gb == 5.0 and StepClock(CPU).peak_gb is None
 
 
+@pytest.mark.parametrize(("ms", "ahead"), [(0.5, 64), (100.0, 10), (5000.0, 2)])
+def test_the_host_is_ahead_of_a_gpu_by_a_second_at_most_and_times_are_read_up_to_a_line(monkeypatch, ms, ahead):
+    class Mark:
+        def synchronize(self):
+            waited.append(self)
+
+        def elapsed_time(self, end):
+            return ms
+
+    waited: list[Mark] = []
+    monkeypatch.setattr(StepClock, "_mark", lambda _: Mark())
+    monkeypatch.setattr(StepClock, "_forget_peak", lambda _: None)
+    clock = StepClock(torch.device("cuda"), warmup=3)
+    for step in range(1, 200):
+        with clock.step():
+            pass
+        assert step - 3 - len(waited) <= ahead
+        if step == 50:
+            at_line = clock.counted
+    assert step - 3 - len(waited) == ahead, "and no less"
+    assert clock.window(at_line).mean_ms == ms and len(waited) == step - 3 - ahead, "these had passed"
+    assert clock.window().mean_ms == ms and len(waited) == step - 3 == len(clock.steps_ms)
+
+
 @pytest.mark.gpu
 def test_cuda_steps_are_timed_by_events_without_counting_what_lies_between():
     device = torch.device("cuda")

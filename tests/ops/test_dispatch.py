@@ -16,7 +16,7 @@ from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outpu
 HOW = Options(
     eps=1e-5, dropout_p=0.25, norm=int(Norm.layernorm), branch=False, branch_norm=int(Norm.none), residual_scale=1.0,
     zero_centered_weight=False, out_dtype=BF16, residual_dtype=FP32,
-    store_residual=True, statistics=2, branch_statistics=0, return_mask=True, return_statistics=False,
+    store_residual=True, statistics=2, branch_statistics=0, return_mask=True, return_statistics=False, passes_residual=False,
 )  # fmt: skip
 PLAIN = HOW._replace(
     dropout_p=0.0, norm=int(Norm.rmsnorm), out_dtype=FP32, store_residual=False, statistics=1, return_mask=False

@@ -139,7 +139,7 @@ def test_a_new_number_of_rows_makes_nothing_new(device):
         if rows < 4:
             assert equal((rms_norm_fn(x, w, None),), (torch.cat([rms_norm_fn(row, w, None)[None] for row in x]),))
         operands = Inputs(x, *[None] * (len(Inputs._fields) - 1))._replace(weight=w)[:-1]
-        plan.plan_of(operands, (ops.Norm.rmsnorm, ops.Norm.none, 1.0, 1e-6, 0.0, False, False, False, False, False, None))
+        plan.plan_of(operands, (ops.Norm.rmsnorm, ops.Norm.none, 1.0, 1e-6, 0.0, *[False] * 6, None))
     assert len(plan._plans) == plans and launch.forward_call.cache_info().misses == calls
 
 

@@ -1,11 +1,14 @@
 """Without a private name of torch or Triton that the package uses, results stay right."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from triton.runtime.jit import JITFunction
 
+from ops.torch_state import triton_internals
 from tests.runs import ROOT
 
 # By whether kernels run.
@@ -57,3 +60,18 @@ def test_each_private_name_may_vanish(interpreter):
     env = os.environ | {"TRITON_INTERPRET": interpreter, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", CODE, *NAMES[interpreter]], env=env, capture_output=True, text=True)
     assert done.stdout.splitlines() == [f"{name} is not missed" for name in NAMES[interpreter]], done.stderr
+
+
+def test_kernels_are_started_by_position_only_if_the_installed_triton_does_it_so(monkeypatch):
+    assert triton_internals() is not None
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, **kwargs: None)
+    assert triton_internals() is None
+
+
+def test_no_other_file_of_the_operators_has_a_private_name():
+    private = re.compile(
+        r"\b(torch|triton|library|inductor)(\.\w+)*\.(_[a-z]\w+|knobs)|from (torch|triton)[\w.]*\._|super\(torch"
+    )
+    files = [path for path in (ROOT / "ops").rglob("*.py") if path.name != "torch_state.py" and path.parent.name != "adopt"]
+    found = {f"{path.name}: {match[0]}" for path in files for match in private.finditer(path.read_text(encoding="utf-8"))}
+    assert found == set()

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from enum import IntEnum
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def test_devices_without_kernels_take_the_reference(monkeypatch):
 
 def with_member(line):
     """Norm with a member more."""
-    names = {"IntEnum": IntEnum}
+    names = dict(vars(sys.modules[Norm.__module__]))
     exec(inspect.getsource(Norm) + f"    {line}\n", names)
     return names["Norm"]
 

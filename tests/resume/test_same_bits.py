@@ -8,9 +8,11 @@ from functools import partial
 import pytest
 import torch
 
+from data.order import Order
 from tests.resume.stops import AUTO, after, in_operation, stop_with, train_and_kill, train_until
 from tests.runs import bits, logged, losses, train_here
 from training import storage
+from training.checkpoint import PLAIN
 from training.evaluation import Evaluation
 from training.precision import MixedPrecision
 
@@ -67,6 +69,21 @@ def test_sigterm_in_an_evaluation_cuts_it_short_and_it_is_made_up_for(tiny, whol
     if at == 30:  # the last checkpoint was made before the evaluation that was cut short
         del found["state"], wanted["state"]
     assert found == wanted
+
+
+def test_a_run_of_a_version_that_sorted_its_windows_goes_on_with_the_same_batches(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.order.SORTED", 0)  # as of a large corpus
+    overrides = [*tiny, *AUTO, "train.steps=24"]
+    with monkeypatch.context() as older:
+        older.setattr("data.batches.Order", lambda *given: Order(*given[:3], version=1))
+        older.setattr("training.checkpoint.PLAIN", tuple(name for name in PLAIN if name != "order"))
+        train_here(overrides, tmp_path / "whole")
+        cut = train_until(16, overrides, tmp_path / "cut")
+    train_here(overrides, cut)
+    train_here(overrides, tmp_path / "new")
+    whole, found, new = bits(tmp_path / "whole"), bits(cut), bits(tmp_path / "new")
+    assert found["state"].pop("order") == 1 and new["state"]["order"] == 2
+    assert found == whole and new["model.safetensors"] != whole["model.safetensors"]
 
 
 def test_a_run_takes_up_one_of_the_other_operator_and_learns_the_same(tiny, tmp_path):

@@ -28,7 +28,7 @@ def test_every_step_reads_its_own_batch_seeds_and_rate_in_any_order_and_in_anoth
     for seed, batches in enumerate(runs, start=1):
         cfg.seed = seed
         inputs.begin(batches, cfg)
-        for step in [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 7, 8, 8, 199]:
+        for step in [0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 7, 8, 8, 199, 0]:
             inputs.load(step)
             found = inputs.read()
             assert found.number.tolist() == [step]

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ops import Pending, fuse_prenorm_block, replace_norms
+from ops import fuse_prenorm_block, replace_norms
 
 from .lookalikes import Llama
-from .toys import Block, Model, N, block_of, fused, nothing
+from .toys import Block, Model, N, block_of, classes, fused, nothing
 
 
 def gradients(model, x):
@@ -27,46 +27,43 @@ def test_a_fused_stack_computes_what_it_computed_forward_and_backward(device):
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     x, new = torch.randn(3, 4, N, device=device), fused(model)
-    assert list(new.state_dict()) == list(model.state_dict()) and all(isinstance(block(x), Pending) for block in new.blocks)
+    assert list(new.state_dict()) == list(model.state_dict()) and classes(new.blocks[0].attn) == classes(model.blocks[0].attn)
     for found, expected in zip(gradients(new, x), gradients(model, x), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * max(1.0, expected.abs().max().item()))
 
 
-def test_what_a_sublayer_dropped_is_dropped_by_the_next_norm_in_training_only(device):
-    model = fused(Model(p=0.5, depth=1)).to(device)
-    block = model.blocks[0]
-    for sublayer in (block.attn, block.mlp):
-        nn.init.zeros_(sublayer.linear.weight)
-        nn.init.constant_(sublayer.linear.bias, 100.0)  # tanh of it is 1
-    zeros = torch.zeros(64, N, device=device)
-    pending = block(zeros)
-    assert pending.dropout_p == 0.5 and torch.equal(pending.x, torch.ones_like(zeros))
-    assert set(pending.residual.unique().tolist()) == {0.0, 2.0}  # attention's output, dropped and added
-    model.final(pending)
-    assert set((pending.tensor() - pending.residual).unique().tolist()) == {0.0, 2.0}  # and the MLP's
-    pending = block.eval()(zeros)
-    assert pending.dropout_p == 0.0 and torch.equal(pending.residual, torch.ones_like(zeros))
+def ones_of_sublayers(model):
+    for block in model.blocks:
+        for sublayer in (block.attn, block.mlp):
+            nn.init.zeros_(sublayer.linear.weight)
+            nn.init.constant_(sublayer.linear.bias, 100.0)  # tanh of it is 1
+    return model
 
 
 @pytest.mark.parametrize(
-    ("change", "p"),
+    ("change", "expected"),
     [
-        (lambda block: setattr(block.mlp.dropout, "p", 0.25), 0.25),
-        (lambda block: block.eval().mlp.dropout.train(), 0.5),  # samples of a model in evaluation
-        (lambda block: setattr(block.mlp, "dropout", nn.Identity()), 0.0),
+        (lambda block: None, {0.0, 2.0, 4.0}),
+        (lambda block: block.eval(), {2.0}),
+        (lambda block: setattr(block.mlp.dropout, "p", 0.75), {0.0, 2.0, 4.0, 6.0}),
+        (lambda block: block.eval().mlp.dropout.train(), {1.0, 3.0}),  # samples of a model in evaluation
+        (lambda block: setattr(block.mlp, "dropout", nn.Identity()), {1.0, 3.0}),
+        (lambda block: block.mlp.dropout.register_forward_hook(lambda *call: call[-1] * 2), {0.0, 2.0, 4.0, 6.0}),
     ],
-    ids=["p", "dropout.train", "Identity in its place"],
+    ids=["training", "evaluation", "p", "dropout.train", "Identity in its place", "a hook on it"],
 )
-def test_a_dropout_inside_a_sublayer_counts_as_it_is_now(change, p, device):
-    block = fused(Model(p=0.5, depth=1)).to(device).blocks[0]
-    change(block)
-    assert block(torch.zeros(2, N, device=device)).dropout_p == p
+def test_a_dropout_that_ends_a_sublayer_is_in_the_kernel_of_the_sum_as_it_is_now(change, expected, device):
+    model = ones_of_sublayers(Model(p=0.5, depth=1)).to(device)
+    (trial,) = fuse_prenorm_block(model.blocks)
+    assert trial.norms["ln_2"] == ("dropout",) and ("dropout",) in trial.sums
+    change(model.blocks[0])
+    assert set(model.blocks[0](torch.zeros(64, N, device=device)).unique().tolist()) == expected
 
 
 def test_the_stream_stays_in_fp32_where_asked(device):
     x = torch.randn(3, N, device=device, dtype=torch.bfloat16)
-    pending = fused(Model().to(device, torch.bfloat16), residual_in_fp32=True).blocks[0](x)
-    assert (pending.x.dtype, pending.residual.dtype) == (torch.bfloat16, torch.float32)
+    model = fused(Model().to(device, torch.bfloat16), residual_in_fp32=True)
+    assert model.blocks[1](model.blocks[0](x)).dtype == torch.float32
 
 
 def test_compiled_without_a_graph_break(device):

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ops import replace_norms
+from ops.adopt.blocks import Role
 from ops.adopt.lazy import Lazy, settled
 
 N = 16
@@ -58,7 +58,7 @@ def test_a_program_computes_and_differentiates_what_it_did_with_tensors(program,
     for is_lazy in (False, True):
         x, h = (t.clone().requires_grad_() for t in (X, H))
         a, b = x * 1, h * 1  # which may be changed in place
-        y = program(*((Lazy(residual=a), Lazy(b)) if is_lazy else (a, b)))
+        y = program(a, Lazy(b, Role("h"), adopted and adopted[0]) if is_lazy else b)
         if norm is not None and y.shape[-1] == N and y.dtype is torch.float32:
             y = y + adopted(y) * 2
         y = settled(y)
@@ -66,24 +66,21 @@ def test_a_program_computes_and_differentiates_what_it_did_with_tensors(program,
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-def test_a_norm_computes_the_sum_once_and_the_stream_keeps_it():
+def test_what_a_norm_will_give_waits_on_the_sum_until_somebody_changes_that():
     norm = nn.LayerNorm(N)
     replace_norms(norm, verbose=False)
-    stream = Lazy(residual=X) + Lazy(H)
-    y = norm(stream)
-    assert stream.x is None and stream.tensor() is stream.tensor()
-    torch.testing.assert_close((y, stream.tensor()), (F.layer_norm(X + H, (N,)), X + H))
+    for change in (lambda x: x, lambda x: x.mul_(2), lambda x: x.view(-1, N), lambda x: x[:1], lambda x: x.clone()):
+        total = change(X + Lazy(H, Role("h"), norm))
+        waits = getattr(total if total._base is None else total._base, "_ahead", None)
+        y = norm(total)
+        assert type(total) is torch.Tensor
+        torch.testing.assert_close(y, F.layer_norm(change(X + H), (N,)))
+        assert waits is None or (y.data_ptr() == waits.y.data_ptr()) == (total._version == 0 and total.numel() == X.numel())
 
 
 def test_everybody_who_computes_a_dropped_branch_drops_the_same():
-    norm = nn.LayerNorm(N)
-    replace_norms(norm, verbose=False)
     branch = F.dropout(Lazy(torch.ones(64, N)), 0.5)
-    sums = []
-    for _ in range(2):
-        stream = Lazy(residual=torch.zeros(64, N)) + branch
-        norm(stream)
-        sums.append(stream.tensor())
+    sums = [torch.zeros(64, N) + branch for _ in range(2)]
     assert torch.equal(*sums) and torch.equal(sums[0], branch.tensor())
     assert set(sums[0].unique().tolist()) == {0.0, 2.0}
 
@@ -92,20 +89,14 @@ def test_what_was_made_without_gradients_has_none_and_what_was_made_with_them_ke
     weight = nn.Parameter(torch.ones(N))
     with torch.no_grad():
         frozen = Lazy(H) * weight
-    assert not (Lazy(residual=X) + frozen).tensor().requires_grad
-    stream = Lazy(residual=X) + Lazy(H) * weight
+    assert not (X + frozen).requires_grad
+    branch = Lazy(H) * weight
     with torch.no_grad():
-        assert not settled(stream * 2 + 1).requires_grad
-    assert stream.tensor().requires_grad
-
-
-def test_an_autograd_function_that_would_lose_the_gradient_raises():
-    stream = Lazy(residual=X.clone().requires_grad_()) + Lazy(H)
-    with pytest.raises(TypeError, match="of which it would lose the gradient"):
-        checkpoint(lambda s: s * 2 + torch.ones(N), stream, use_reentrant=True)
+        assert not settled(branch * 2 + 1).requires_grad
+    assert branch.tensor().requires_grad and (X + branch).requires_grad
 
 
 def test_a_name_that_no_tensor_has_is_no_attribute():
     with pytest.raises(AttributeError, match="Lazy has no attribute 'hidden_states', and neither has a tensor"):
-        _ = Lazy(residual=X).hidden_states
+        _ = Lazy(X).hidden_states
     assert not hasattr(Lazy(H), "__cuda_array_interface__") and isinstance(Lazy(H), Lazy)

@@ -24,9 +24,16 @@ TAKEN = {
     "T5": (lambda: lookalikes.T5(N), "RMSNorm, eps 1e-06"),
     "nanoGPT without bias": (lambda: NanoGPT(N, bias=False), "LayerNorm, eps 1e-05"),
     "odd names": (lambda: OddlyNamed(N), "LayerNorm, eps 3e-05"),
+    "a bias that is a buffer": (lambda: with_buffer(NanoGPT(N, bias=False)), "LayerNorm, eps 1e-05"),
     "a subclass": (lambda: like(nn.LayerNorm(N), in_fp32), "LayerNorm, eps 1e-05"),
     "without weight": (lambda: like(nn.Module(), lambda self, x: x / rms(x)), "RMSNorm, eps 1e-06"),
 }
+
+
+def with_buffer(norm):
+    del norm.bias
+    norm.register_buffer("bias", torch.zeros(N))
+    return norm
 
 
 def layer_norm(self, x, weight=None):

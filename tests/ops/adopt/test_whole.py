@@ -1,6 +1,7 @@
 """adopt: a whole model in one call."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops import adopt, restore_norms
+from ops.adopt import trial, whole
 from ops.adopt.lazy import Lazy
 
 from .lookalikes import Gemma, Llama
-from .toys import Model, N, Sublayer, block_of, classes
+from .toys import Block, Model, N, Sublayer, block_of, classes
 
 
 class Base(nn.Module):
@@ -39,19 +41,22 @@ def skipped(self, x):
 
 
 FORMS = {  # forward, then what is fused in each block
-    "prenorm": (lambda self, x: nothing_of(self, self.attn, x, self.n1), {"n1": (), "n2": ()}),
-    "postnorm": (lambda self, x: self.n2((y := self.n1(x + self.attn(x))) + self.mlp(y)), {"n1": (), "n2": ()}),
+    "prenorm": (lambda self, x: nothing_of(self, self.attn, x, self.n1), {"n1": (), "n2": ("dropout",)}),
+    "postnorm": (
+        lambda self, x: self.n2((y := self.n1(x + self.attn(x))) + self.mlp(y)),
+        {"n1": ("dropout",), "n2": ("dropout",)},
+    ),
     "norm on the branch": (lambda self, x: (y := x + self.n1(self.attn(x))) + self.n2(self.mlp(y)), {}),
     "sandwich": (
         lambda self, x: (y := x + self.n2(self.attn(self.n1(x)))) + self.n4(self.mlp(self.n3(y))),
-        {"n1": ("norm of the branch",), "n3": ("norm of the branch",)},
+        {"n1": (), "n3": ("norm of the branch",)},
     ),
-    "parallel, one norm": (lambda self, x: x + self.attn(y := self.n1(x)) + self.mlp(y), {"n1": ("second branch",)}),
-    "parallel, two norms": (lambda self, x: self.attn(self.n1(x)) + self.mlp(self.n2(x)) + x, {"n1": ("second branch",)}),
-    "layer scale": (lambda self, x: x + self.gamma * self.attn(self.n1(x)), {"n1": ("layer scale",)}),
-    "a constant": (lambda self, x: x + 0.3 * self.drop(self.attn(self.n1(x))), {"n1": ("scale", "dropout")}),
-    "DeepNorm": (lambda self, x: self.n1(x * 1.5 + self.attn(x)), {"n1": ()}),
-    "drop path": (lambda self, x: x + drop_path(self.attn(self.n1(x)), self.training), {"n1": ("drop path", "scale")}),
+    "parallel, one norm": (lambda self, x: x + self.attn(y := self.n1(x)) + self.mlp(y), {"n1": ()}),
+    "parallel, two norms": (lambda self, x: self.attn(self.n1(x)) + self.mlp(self.n2(x)) + x, {"n1": ()}),
+    "layer scale": (lambda self, x: x + self.gamma * self.attn(self.n1(x)), {"n1": ()}),
+    "a constant": (lambda self, x: x + 0.3 * self.drop(self.attn(self.n1(x))), {"n1": ()}),
+    "DeepNorm": (lambda self, x: self.n1(x * 1.5 + self.attn(x)), {"n1": ("dropout",)}),
+    "drop path": (lambda self, x: x + drop_path(self.attn(self.n1(x)), self.training), {"n1": ()}),
     "MLP in the block": (mlp_in_the_block, {"n1": (), "n2": ("dropout",)}),
     "clamped": (lambda self, x: (x + self.attn(self.n1(x))).clamp(-3, 3) + self.mlp(self.n2(x)), {"n1": ()}),
     "skipped layers": (skipped, {"n1": ()}),
@@ -99,8 +104,8 @@ def test_a_block_of_any_form_is_found_fused_and_computes_what_it_did(form, norm,
     adopted, x = copy.deepcopy(model), torch.randn(3, 4, N, device=device)
     found = adopt(adopted, verbose=False)
     assert not found.left and [*found.blocks] == ["layers.0", "layers.1"]
-    for trial in found.blocks.values():
-        assert {path: set(features) for path, features in trial.norms.items()} == {p: set(f) for p, f in expected.items()}
+    for fused in found.blocks.values():
+        assert {path: set(features) for path, features in fused.norms.items()} == {p: set(f) for p, f in expected.items()}
     outputs = results(adopted, x)
     torch.testing.assert_close(outputs, results(model, x), rtol=1e-4, atol=1e-4)
     assert not any(isinstance(y, Lazy) for y in outputs)
@@ -125,7 +130,7 @@ def test_blocks_are_found_in_every_container(stack, device):
 def test_the_table_groups_what_is_alike_and_says_what_was_left_and_why():
     model = nn.ModuleDict({"net": Model(depth=4), "odd": nn.ModuleList([block_of(lambda self, x: self.mlp(self.ln_1(x)))])})
     assert str(adopt(model, verbose=False)).splitlines() == [
-        "net.blocks.{0…3}.ln_1: 4 × LayerNorm(16), with the add before it",
+        "net.blocks.{0…3}.ln_1: 4 × LayerNorm(16), with the stream past it",
         "net.blocks.{0…3}.ln_2: 4 × LayerNorm(16), with the add before it",
         "net.final: LayerNorm(16), fused",
         "odd.0.ln_1: LayerNorm(16), fused",
@@ -161,8 +166,8 @@ class NanochatBlock(nn.Module):
         return F.silu(norm(self.attn(x)))
 
     def forward(self, x):
-        x = x + self.attend(norm(x))
-        return x + self.mlp(self.layer_norm(x))
+        x = x + self.mlp(self.layer_norm(x))
+        return x + self.attend(norm(x))
 
 
 class Nanochat(nn.Sequential):
@@ -177,7 +182,7 @@ def test_norms_that_are_calls_and_no_modules_are_named_and_what_is_a_module_is_f
     assert len(adopt(model).blocks) == 2
     rest = "which is no module: call {}_fn in its place, or use a norm module"
     assert capsys.readouterr().out.splitlines() == [
-        "0.0.{0,1}.layer_norm: 2 × LayerNorm(16), with the add before it",
+        "0.0.{0,1}.layer_norm: 2 × LayerNorm(16), with the stream past it",
         f"Nanochat.forward calls F.layer_norm, {rest.format('layer_norm')}",
         f"Nanochat.forward calls F.rms_norm by norm(), {rest.format('rms_norm')}",
         f"NanochatBlock.forward calls F.rms_norm by norm(), {rest.format('rms_norm')}",
@@ -189,3 +194,82 @@ def test_lazy_modules_are_no_obstacle():
     model = nn.Sequential(nn.LazyLinear(N), Model(norm=Llama), nn.LazyBatchNorm1d())
     found = adopt(model, verbose=False)
     assert len(found.blocks) == 2 and all(site.fused for site in found.norms)
+
+
+class Attributes(nn.Module):
+    """Blocks that are attributes, and a model that asks for the class of a norm."""
+
+    def __init__(self, block=Block, asks=False):
+        super().__init__()
+        self.layer1, self.layer2, self.final, self.asks = block(), block(), nn.LayerNorm(N), asks
+
+    def forward(self, x):
+        y = self.final(self.layer2(self.layer1(x)))
+        return 2 * y if self.asks and type(self.final) is not nn.LayerNorm else y
+
+
+def test_blocks_that_are_attributes_are_found_and_so_is_a_model_that_is_a_block(device):
+    assert [*adopt(Attributes().to(device), verbose=False).blocks] == ["layer2", "layer1"]
+    assert [*adopt(Block(), verbose=False).blocks] == [""]
+
+
+def test_a_batch_shows_whether_the_model_computes_what_it_did_and_otherwise_all_is_undone(device, capsys):
+    x = torch.randn(2, 3, N, device=device)
+    for batch in (x, (x,), {"x": x}):
+        assert adopt(Attributes().to(device), batch, verbose=False).blocks
+    model = Attributes(asks=True).to(device).train()
+    before, random = classes(model), torch.get_rng_state()
+    found = adopt(model, x)
+    assert classes(model) == before and model.training and not found.blocks and torch.equal(torch.get_rng_state(), random)
+    assert re.fullmatch(r"all undone: output is off by 1 of its size\n", capsys.readouterr().out)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_is_adopted_as_a_whole_or_stays_as_it_was(monkeypatch):
+    model = Model(depth=3)
+    before, trials = classes(model), []
+
+    def fails_at_last(*args):
+        trials.append(args)
+        if len(trials) == 3:
+            raise KeyboardInterrupt
+        return trial.try_block(*args)
+
+    monkeypatch.setattr(whole, "try_block", fails_at_last)
+    with pytest.raises(KeyboardInterrupt):
+        adopt(model)
+    assert classes(model) == before and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class NoTruth:
+    """As arrays and data frames: it has no truth value, and comparing it gives no bool."""
+
+    def __bool__(self):
+        raise ValueError("The truth value is ambiguous")
+
+    __eq__ = __bool__
+    __hash__ = object.__hash__
+
+
+TABLE = NoTruth()
+CONSTANT = torch.arange(3)
+
+
+def test_what_a_model_s_file_holds_beside_it_is_no_obstacle():
+    def forward(self, x):
+        assert TABLE is not None and CONSTANT is not None
+        return FORMS["prenorm"][0](self, x)
+
+    model = Net(forward, nn.LayerNorm)
+    model.table = NoTruth()
+    assert len(adopt(model, verbose=False).blocks) == 2
+
+
+def test_what_can_not_be_adopted_is_said():
+    with pytest.raises(TypeError, match="model is a list, expected a module; put blocks into"):
+        adopt([Block()])
+    with pytest.raises(TypeError, match="only is 'n1', expected a function of name and module"):
+        adopt(Block(), only="n1")
+    assert "no block found" in str(adopt(nn.Sequential(nn.LayerNorm(N)), verbose=False))
+    conditioned = nn.ModuleList([block_of(lambda self, x, c: x + self.attn(self.ln_1(x) * c.unsqueeze(1)))])
+    assert "it needs c beside its stream, as a conditioned block does" in str(adopt(conditioned, verbose=False))

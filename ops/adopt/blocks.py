@@ -1,0 +1,183 @@
+"""What runs around a fused block's own forward and around its sublayers. The block keeps its forward, its name and its parts.
+
+    x = x + drop(attn(norm1(x)))        norm1 and the stream x past it are one node: one kernel adds up both gradients of x
+    x = x + drop(mlp(norm2(x)))         drop, + and norm2 are one kernel
+    return x                            drop and + are one kernel
+
+What enters and leaves the block and its parts is a tensor. Hooks of the block run around all of this. Hooks of a part run
+before its output becomes a `Lazy`, and a part that is called by anybody but the block's forward gives a tensor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from types import new_class
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..torch_state import has_hooks, is_last_hook
+from .lazy import Lazy, look_ahead, settled
+
+_CALLED_BY = "_called_by"  # of a part: the block whose forward runs, and whether it records gradients
+
+
+@dataclass
+class Role:
+    """Of a part whose output goes into a sum."""
+
+    path: str
+    takes: bool = False  # the part computes its output from a Lazy: a dropout, drop path, layer scale or norm
+    next_norm: str = ""  # path of the norm that is called on the sum
+    viewed: bool = False  # it is called on a view of the sum
+    waits: bool = False  # the sum gets another branch
+    follows: bool = True  # what the norm gives may take the branch's dtype, where the sum is in fp32
+    passes: tuple[str, ...] = ()  # paths of the modules that the output goes through before it is added
+
+
+@dataclass(eq=False)
+class Source:
+    """A hook of a part: its output becomes a `Lazy`, or its input. A bound method of it can be copied and pickled."""
+
+    block: nn.Module
+    role: Role
+    width: int
+    id: int = 0  # of the hook
+
+    def enter(self, part: nn.Module, args: tuple) -> Any:
+        lazy = self._lazy(part, args[0]) if args else None
+        return None if lazy is None else (lazy, *args[1:])
+
+    def leave(self, part: nn.Module, args: Any, output: Any) -> Any:
+        if type(output) not in (tuple, list) or not output:
+            return self._lazy(part, output)
+        lazy = self._lazy(part, output[0])
+        return None if lazy is None else type(output)([lazy, *output[1:]])
+
+    def _lazy(self, part: nn.Module, x: Any) -> Lazy | None:
+        """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
+        block, role = self.block, self.role
+        if not torch.compiler.is_compiling():
+            block, had_grad = vars(part).get(_CALLED_BY, (None, None))
+            if had_grad != torch.is_grad_enabled():
+                return None
+        elif block.get_submodule(role.path) is not part:  # a graph follows no marks in checkpointed parts of it
+            return None
+        if (
+            not fits(x, self.width)
+            or x.dim() == 1
+            or (has_hooks(part, self.id) if role.takes else not is_last_hook(part, self.id))
+        ):
+            return None
+        if any(has_hooks(block.get_submodule(path)) for path in role.passes):
+            return None
+        return Lazy(x, role, block.get_submodule(role.next_norm) if role.next_norm else None)
+
+
+def fits(x: Any, width: int) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested and x.shape[-1:] == (width,)
+
+
+def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict) -> Any:
+    """The block's own forward, in which its norms and sums are computed together."""
+    fused = block._fused
+    if fused is None:
+        return own_forward(block, *args, **kwargs)
+    if args:
+        args = (_with_norm_ahead(block, fused, args[0]), *args[1:])
+    elif fused.plan.argument in kwargs:
+        kwargs = {**kwargs, fused.plan.argument: _with_norm_ahead(block, fused, kwargs[fused.plan.argument])}
+    if torch.compiler.is_compiling():
+        return settled(own_forward(block, *args, **kwargs))
+    parts = []
+    for source in fused.sources:
+        part = block.get_submodule(source.role.path)
+        hooks: Any = part._forward_pre_hooks if source.role.takes else part._forward_hooks
+        if source.id in hooks:  # no tool has put another module in its place
+            hooks.move_to_end(source.id)
+            vars(part)[_CALLED_BY] = block, torch.is_grad_enabled()
+            parts.append(part)
+    try:
+        return settled(own_forward(block, *args, **kwargs))
+    finally:
+        for part in parts:
+            vars(part).pop(_CALLED_BY, None)
+
+
+def _with_norm_ahead(block: "AdoptedBlock", fused: "Fused", x: Any) -> Any:
+    """The stream that the block gets, with what its first norm will give."""
+    plan, dtype = fused.plan, getattr(x, "dtype", None)
+    if not fits(x, plan.width):
+        return x
+    if fused.residual_in_fp32:
+        dtype, x = next(block.parameters(), x).dtype, x.float()
+    norm: Any = block.get_submodule(plan.enters) if plan.enters else None
+    gains = (torch.is_grad_enabled() and x.requires_grad) or dtype != x.dtype
+    if norm is None or not gains or has_hooks(norm) or not x.is_contiguous():
+        return x
+    device = x.device.type
+    if plan.follows and x.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return look_ahead(norm, x, norm.out_dtype(dtype))
+
+
+@dataclass
+class Fused:
+    """How a block is fused."""
+
+    plan: Any  # a `trial.Trial`
+    residual_in_fp32: bool
+    sources: list[Source]
+
+
+class AdoptedBlock(nn.Module):
+    """A block of somebody's model whose sums are computed in the kernels of its norms."""
+
+    _own: type  # its class before
+    _fused: Fused | None = None  # None again after `unfuse`
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild, (self._own,), dict(vars(self))
+
+
+@cache
+def _adopted_class(own: Any) -> type:
+    own_forward: Callable = own.forward
+
+    @wraps(own_forward)
+    def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
+        return run(self, own_forward, args, kwargs)
+
+    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return new_class(own.__name__, (AdoptedBlock, own), {}, lambda space: space.update(names, forward=forward, _own=own))
+
+
+def _rebuild(own: type) -> Any:
+    return object.__new__(_adopted_class(own))
+
+
+def fuse(block: Any, plan: Any, residual_in_fp32: bool = False) -> None:
+    """Raises TypeError if Python can't give the block's class a subclass."""
+    own: Any = type(block)
+    block.__class__ = _adopted_class(own)
+    sources = [Source(block, role, plan.width) for role in plan.roles]
+    for source in sources:
+        part: nn.Module = block.get_submodule(source.role.path)
+        takes = source.role.takes
+        source.id = (part.register_forward_pre_hook(source.enter) if takes else part.register_forward_hook(source.leave)).id
+    vars(block)["_fused"] = Fused(plan, residual_in_fp32, sources)
+
+
+def unfuse(block: AdoptedBlock) -> None:
+    for module in block.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for id in [id for id, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Source)]:
+                del hooks[id]
+    vars(block).pop("_fused")
+    if type(block) is _adopted_class(block._own):  # otherwise another tool's class is over it, as that of fully_shard
+        block.__class__ = block._own
+
+
+def fused_blocks(model: nn.Module) -> dict[str, AdoptedBlock]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, AdoptedBlock) and m._fused}

@@ -67,9 +67,6 @@ RECORDS = (
     ),
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre ablate.cycles=6", 8),
     Record("shakespeare_char", CHAR, 5),
-    Record(
-        "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 2
-    ),
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 3),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),

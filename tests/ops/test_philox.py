@@ -110,10 +110,10 @@ class Generator:
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The (seed, offset) of which seeds were computed, without those of other tests."""
+    """The (seed, offset, count) of which seeds were computed, without those of other tests."""
     found, real = [], philox.seeds_from
     monkeypatch.setattr(philox, "_pools", {})
-    monkeypatch.setattr(philox, "seeds_from", lambda *state: found.append(state[:2]) or real(*state))
+    monkeypatch.setattr(philox, "seeds_from", lambda *state: found.append(state[:3]) or real(*state))
     return found
 
 
@@ -131,19 +131,20 @@ def test_drawn_seeds_are_split_mix_64_of_seed_and_offset():
         assert [value % 2**64 for value in found.tolist()] == expected
 
 
-def test_a_draw_is_a_function_of_the_generators_state_and_many_are_computed_at_once(computed):
-    generator = Generator(7)
-    first = generator.draw(5)
-    assert len(set(first)) == 5 and generator.offset == 20
-    generator.offset = 8  # as activation checkpointing puts it back
-    assert generator.draw(3) == first[2:]
-    generator.offset += 400  # as other dropouts move it
-    far = generator.draw()
-    assert computed == [(7, 0), (7, 4)] and far[0] not in first  # many where one draw follows another
-    assert Generator(7, 420).draw() == far and Generator(8, 420).draw() != far
-    assert len(set(Generator(3, 40).draw(philox.AHEAD + 1))) == philox.AHEAD + 1
-    assert computed[-2:] == [(3, 40), (3, 44)]
-    assert Generator(3).draw() == Generator(3).draw(stream=1) and computed[-2:] == [(3, 0)] * 2
+def test_a_draw_is_a_function_of_the_generators_state_and_many_are_computed_where_draws_are_in_a_row(computed):
+    generator, singles = Generator(7), philox.SINGLES
+    first = generator.draw(singles + philox.AHEAD)
+    assert len(set(first)) == len(first) and generator.offset == 4 * len(first)
+    in_a_row = [(7, 4 * i, 1) for i in range(singles)]
+    assert computed == [*in_a_row, (7, 4 * singles, philox.AHEAD)]
+    generator.offset = 4 * singles  # as activation checkpointing puts it back
+    assert generator.draw(3) == first[singles : singles + 3] and len(computed) == singles + 1
+    for block in range(1, 20):  # as attention's dropout moves it, once in two draws
+        generator.offset = 100_000 * block
+        assert not {*generator.draw(2)} & {*first}
+    assert {count for *_, count in computed[singles + 1 :]} == {1}
+    assert Generator(8, 4).draw() != Generator(7, 4).draw() == first[1:2]
+    assert Generator(3).draw() == Generator(3).draw(stream=1) and computed[-2:] == [(3, 0, 1)] * 2
 
 
 def test_what_was_drawn_in_inference_can_be_saved_for_backward(computed):

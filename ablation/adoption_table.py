@@ -48,8 +48,8 @@ HEAD = """# What `adopt` fuses, model by model
 Written by `python -m ablation.adoption_table`, which adopts tiny models with random weights in one call each, without a layout
 ([adopting](adopt.md)).
 "Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream. "Sums"
-are kinds of residual sums that are one kernel together with the norm, scale or dropout of their branch. Parity: the outputs and all gradients in fp32 before and after, and a step in
-training.
+are kinds of residual sums that are one kernel together with the norm, scale or dropout of their branch. Parity: the outputs and
+all gradients in fp32 before and after, and a step in training.
 
 """
 

@@ -48,9 +48,10 @@ HEAD = """# What `adopt` fuses, model by model
 
 Written by `python -m ablation.adoption_table`, which adopts tiny models with random weights in one call each, without a layout
 ([adopting](adopt.md)).
-"Adds" are residual sums that a norm computes along in its kernel. "Sums" are residual sums that are one kernel together with
-the norm, scale or dropout of their branch. "Rotary": attention modules that turn queries and keys in one kernel, with or
-without norms of them before. Parity: the outputs and all gradients in fp32 before and after, and a step in training.
+"Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream. "Sums"
+are kinds of residual sums that are one kernel together with the norm, scale or dropout of their branch. "Rotary": attention
+modules that turn queries and keys in one kernel, with or without norms of them before. Parity: the outputs and all gradients in
+fp32 before and after, and a step in training.
 
 """
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..torch_state import has_hooks, is_last_hook
-from .lazy import Lazy, look_ahead, settled
+from .lazy import Lazy, autocasts, look_ahead, settled
 
 _CALLED_BY = "_called_by"  # of a part: the block whose forward runs, and whether it records gradients
 
@@ -116,9 +116,8 @@ def _with_norm_ahead(block: "AdoptedBlock", fused: "Fused", x: Any) -> Any:
     gains = (torch.is_grad_enabled() and x.requires_grad) or dtype != x.dtype
     if norm is None or not gains or has_hooks(norm) or not x.is_contiguous():
         return x
-    device = x.device.type
-    if plan.follows and x.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if plan.follows and x.dtype == torch.float32 and autocasts(x.device):
+        dtype = torch.get_autocast_dtype(x.device.type)
     return look_ahead(norm, x, norm.out_dtype(dtype))
 
 

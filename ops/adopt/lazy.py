@@ -82,7 +82,11 @@ def has_rows_of(x: Tensor, r: Tensor) -> bool:
 def _state(x: Tensor) -> tuple:
     # In a compiled graph nobody but the block changes it, and the trial has seen the block.
     version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-    return version, torch.is_autocast_enabled(x.device.type)
+    return version, autocasts(x.device)
+
+
+def autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 @dataclass(eq=False, repr=False)
@@ -141,7 +145,7 @@ class Lazy:
             if residual.dtype is torch.float64 or not norm.goes_with(self):
                 parts = Lazy(self.then(residual=None).tensor(), residual=residual)
             dtype = residual.dtype
-            if self.role.follows and (torch.is_autocast_enabled(self.x.device.type) or dtype == torch.float32 != self.x.dtype):
+            if self.role.follows and (autocasts(self.x.device) or dtype == torch.float32 != self.x.dtype):
                 dtype = self.x.dtype
             r = look_ahead(norm, out_dtype=norm.out_dtype(dtype), **parts._arguments())
         if WATCH is not None:

@@ -273,3 +273,11 @@ def test_what_can_not_be_adopted_is_said():
     assert "no block found" in str(adopt(nn.Sequential(nn.LayerNorm(N)), verbose=False))
     conditioned = nn.ModuleList([block_of(lambda self, x, c: x + self.attn(self.ln_1(x) * c.unsqueeze(1)))])
     assert "it needs c beside its stream, as a conditioned block does" in str(adopt(conditioned, verbose=False))
+
+
+def test_an_adopted_model_on_meta_has_shapes():
+    model = Model(p=0.1)
+    adopt(model, verbose=False)
+    y = model.to("meta")(torch.randn(2, 3, N, device="meta", requires_grad=True))
+    y.sum().backward()
+    assert y.shape == (2, 3, N) and model.final.weight.grad.is_meta

@@ -59,7 +59,7 @@ def read(arguments: Sequence[str]) -> list[Job] | str:
     else:
         jobs = [_job(given.overrides, f"runs/{now()}_{{run}}")]
     if begun := [job.cfg for job in jobs if job.begins]:
-        rules.check_given(compose.given(given.overrides), begun)
+        rules.check_given(compose.given(given.overrides), begun, "train.py")
     return jobs
 
 

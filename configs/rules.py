@@ -34,11 +34,12 @@ def check(cfg: Config, machine: Machine) -> None:
     _raise_if(_broken(cfg, machine))
 
 
-def check_given(names: Iterable[str], cfgs: Sequence[Config], program: str = "train.py") -> None:
+def check_given(names: Iterable[str], cfgs: Sequence[Config], program: str = "") -> None:
     """Raises ConfigError, one line a key, for keys that a command gives and that do nothing in any of its configs.
 
     Args:
         names: of the command's overrides. null is no value to give, and passes.
+        program: that has the command; others have keys of their own, in a section of their name. Empty: any.
     """
     _raise_if(_idle(names, cfgs, program))
 
@@ -120,7 +121,7 @@ def _out_of_range(cfg: Config) -> Iterator[str]:
 def _idle(names: Iterable[str], cfgs: Sequence[Config], program: str) -> Iterator[str]:
     for name in dict.fromkeys(names):
         section = name.partition(".")[0]
-        if section in ("ablate", "compare") and program != f"{section}.py":
+        if section in ("ablate", "compare") and program not in ("", f"{section}.py"):
             yield f"{name} is read only by {section}.py. Leave it out."
         elif name in keys.schema() and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
             yield f"{name} is read only with {keys.only(name)}; here {', '.join(keys.unmet(name, cfgs[0]))}. Leave it out."

@@ -7,7 +7,7 @@ import pytest
 
 import configs
 from ablation.variants import variants_of
-from configs import ConfigError, keys
+from configs import ConfigError, keys, rules
 from study.arms import study_of
 from tests.runs import CPU
 
@@ -67,7 +67,7 @@ def test_a_key_counts_if_it_does_in_one_arm_and_a_programs_own_keys_in_that_prog
         with pytest.raises(ConfigError, match=f"{command.partition('=')[0]} is read only "):
             read([cpu, command])
     with pytest.raises(ConfigError, match=r"ablate\.cycles is read only by ablate\.py\. Leave it out\."):
-        configs.load(["ablate.cycles=12"], on=CPU)
+        rules.check_given(["ablate.cycles"], [configs.load(["ablate.cycles=12"], on=CPU)], "train.py")
 
 
 def test_where_a_key_counts_is_said_in_names_and_values_that_exist():

@@ -33,7 +33,7 @@ def folder(died, tmp_path):
 
 def test_a_checkpoint_of_another_model_or_of_as_many_steps_is_refused_with_the_difference(folder, command):
     fewer = [*command, "train.steps=12", "resume_with_changes=true"]  # its last step was not evaluated
-    refused(fewer, folder, r"is at step 12: raise train\.steps=12")
+    refused(fewer, folder, r"is at step 12 of train\.steps=12: nothing is left to train")
     wider = [*command, "model.width=64", "optim.beta2=0.9"]
     said = refused(wider, folder, r"model.width=64: the checkpoint was made with model.width=32\.")
     assert "optim.beta2=0.9: the checkpoint was made with optim.beta2=0.99." in said
@@ -77,7 +77,7 @@ def test_text_that_changed_is_refused_and_the_words_of_the_refusal_help_but_it_m
 
 def test_a_finished_run_has_nothing_to_resume_and_without_its_checkpoints_is_not_written_over(tiny, tmp_path):
     done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
-    said = refused([f"resume={done.folder}"], tmp_path / "run", r"is at step 5: raise train\.steps=5")
+    said = refused([f"resume={done.folder}"], tmp_path / "run", r"is at step 5 of train\.steps=5: nothing is left to train")
     [command] = (line.partition("python train.py ")[2].split() for line in said.splitlines() if "train.py" in line)
     _, metrics = train_here([*command, "sample.tokens=0"], tmp_path / "more")  # it does what it says
     assert metrics[-1]["step"] == 10

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
+import hydra
 import torch
 
 import configs
@@ -36,12 +37,11 @@ from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
 from ablation.variants import COMPILED, EAGER, PARITY, Variant, variants_of
-from configs import ConfigError, command_line, machine, rules
-from configs.rules import NANOGPT
+from configs import ConfigError, command_line, keys, machine, rules
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import launches, profile_step, shares
-from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
+from measure.comparison import AGAIN, NANOGPT, TORCH, compare_all, conclusion, cycle_times
 from measure.environment import environment
 from measure.progress import progress
 from measure.schedule import Cycle
@@ -50,7 +50,7 @@ from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training import export
-from training.command import own_keys, program
+from training.command import end, start
 from training.interrupt import show
 from training.step import MixedPrecision
 from training.storage import claim, relative, replace_text
@@ -59,32 +59,36 @@ OUT_OF_MEMORY = 3  # exit code
 LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
 
 
+_folders: list[Path] = []  # of this process' ablation
+
+
+@hydra.main(config_path=str(keys.FOLDER), config_name="ablate", version_base=None)
+def task(arguments: list[str], wanted: Path) -> None:
+    variants = variants_of(arguments)
+    works = [prepare(variant) for variant in variants]
+    folder, cycles = place(variants, wanted)
+    _folders.append(folder)
+    try:
+        found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
+    except torch.OutOfMemoryError as error:
+        why = f"out of memory: {str(error).splitlines()[0]}"
+        print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
+        return end(OUT_OF_MEMORY)
+    show(report.table(found))
+    show(f"report: {relative(folder)}/report.md")
+    show(f"W&B: {tracking.log(found, variants, folder)}")
+    end(0 if all(one.holds for one in found.parity) else 1)
+
+
+def stopped() -> str:
+    if not _folders or not (_folders[-1] / kept.FILE).is_file():
+        return "stopped"
+    return f"stopped; finished cycles are kept. To go on, add folder={relative(_folders[-1])} resume=auto to the command"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    folder: Path | None = None
-
-    def work() -> int:
-        nonlocal folder
-        variants = variants_of(arguments)
-        works = [prepare(variant) for variant in variants]
-        folder, cycles = place(variants)
-        try:
-            found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
-        except torch.OutOfMemoryError as error:
-            why = f"out of memory: {str(error).splitlines()[0]}"
-            print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
-            return OUT_OF_MEMORY
-        show(report.table(found))
-        show(f"report: {relative(folder)}/report.md")
-        show(f"W&B: {tracking.log(found, variants, folder)}")
-        return 0 if all(one.holds for one in found.parity) else 1
-
-    def stopped() -> str:
-        if folder is None or not (folder / kept.FILE).is_file():
-            return "stopped"
-        return f"stopped; finished cycles are kept. To go on, add folder={relative(folder)} resume=auto to the command"
-
-    return program("ablate.py", arguments, help_text, work, stopped)
+    _folders.clear()
+    return start(task, arguments, stopped)
 
 
 # ---- before anything is measured: the data, the model and the folder ---------------------------------------------------------
@@ -127,7 +131,7 @@ def prepare(variant: Variant) -> Work:
     return Work(variant, precision, corpus, " ".join(size))
 
 
-def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
+def place(variants: Sequence[Variant], wanted: Path) -> tuple[Path, Kept]:
     """The folder of the ablation, and its cycles: a new one, or with resume=auto that of an ablation which was stopped.
 
     Raises:
@@ -139,7 +143,7 @@ def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
             f"resume={cfg.resume}: an ablation goes on with folder={cfg.resume} resume=auto and the same arguments. For the "
             "weights of a run: init_from=PATH."
         )
-    wanted = folder = Path(cfg.folder or f"runs/{command_line.now()}_ablation")
+    folder = wanted
     if cfg.resume == "never" or not (wanted / kept.FILE).is_file():
         folder = claim(wanted)
     if folder != wanted:
@@ -277,16 +281,6 @@ def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
         cell,
         arms={name: replace(of, launches=launches(kernels[name])) for name, of in cell.arms.items()},
         attribution=replace(attribution, kernels={name: of for name, of in kernels.items() if name != AGAIN}),
-    )
-
-
-def help_text() -> str:
-    refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.NOT_IN_ABLATE.items())
-    return (
-        f"{__doc__}\nKeys of its own, with their defaults:\n\n{own_keys('ablate')}\n"
-        "All others are those of `python train.py --help`, but for these, which are refused:\n\n"
-        f"{refused}  {'the impl of ablate.switch':<33}  is what ablate.py compares. Use ablate.arms.\n\n"
-        "The report goes into a new folder: runs/TIME_ablation/, or folder=PATH."
     )
 
 

@@ -1,8 +1,9 @@
 """Which norm, where, at which learning rate? Several models, trained at several rates with several seeds, side by side.
 
 python compare.py norm.kind=layernorm,rmsnorm optim.lr=1e-3,3e-3,1e-2 seed=1,2,3 train.steps=300
-python compare.py study=qk_norm                    a study of configs/study/; study=PATH.yaml for your own
+python compare.py study=qk_norm                    a study of configs/study/
 python compare.py study=qk_norm seed=1,2,3,4,5     its keys can be overridden
+python compare.py --config-dir my/configs study=mine     one of your own: my/configs/study/mine.yaml
 python compare.py folder=runs/NAME resume=auto ... goes on with a study that was stopped
 python compare.py --help                           the keys it has of its own, and the studies
 
@@ -22,20 +23,20 @@ from pathlib import Path
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
+import hydra
 import torch
-import yaml
 
 import configs
-from configs import ConfigError, command_line, machine
+from configs import ConfigError, command_line, keys, machine
 from data import load_corpus
 from measure import tables
 from measure.environment import environment
 from measure.progress import progress
 from study import report, tracking
 from study.analysis import analyse
-from study.arms import FOLDER, Study, study_of
+from study.arms import Study, study_of
 from study.runs import train_all
-from training.command import own_keys, program
+from training.command import end, start
 from training.interrupt import show
 from training.step import MixedPrecision
 from training.storage import as_storage_errors, claim, locked, relative, replace_text
@@ -81,37 +82,30 @@ def keep_facts(study: Study, folder: Path) -> None:
         raise ConfigError(f"{relative(folder)} has another study: its {', '.join(changed)} differ. Use another folder=PATH.")
 
 
+_folders: list[Path] = []  # of this process' study
+
+
+@hydra.main(config_path=str(keys.FOLDER), config_name="compare", version_base=None)
+def task(arguments: list[str], wanted: Path) -> None:
+    study = study_of(arguments)
+    folder = wanted if study.cfg.resume == "auto" and (wanted / "study.json").is_file() else claim(wanted)
+    _folders.append(folder)
+    try:
+        with locked(folder):
+            compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
+    except torch.OutOfMemoryError as error:
+        remedy = "The runs that are done are kept. Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
+        print(f"out of memory: {str(error).splitlines()[0]}\n{remedy}\n{stopped()}", file=sys.stderr)
+        end(OUT_OF_MEMORY)
+
+
+def stopped() -> str:
+    return "stopped" + (f"; to go on, add folder={relative(_folders[-1])} resume=auto to the command" if _folders else "")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    folder: Path | None = None
-
-    def work() -> int:
-        nonlocal folder
-        study = study_of(arguments)
-        wanted = Path(study.cfg.folder or f"runs/{command_line.now()}_compare")
-        folder = wanted if study.cfg.resume == "auto" and (wanted / "study.json").is_file() else claim(wanted)
-        try:
-            with locked(folder):
-                compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
-        except torch.OutOfMemoryError as error:
-            remedy = (
-                "The runs that are done are kept. Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
-            )
-            print(f"out of memory: {str(error).splitlines()[0]}\n{remedy}\n{stopped()}", file=sys.stderr)
-            return OUT_OF_MEMORY
-        return 0
-
-    def stopped() -> str:
-        return "stopped" + (f"; to go on, add folder={relative(folder)} resume=auto to the command" if folder else "")
-
-    return program("compare.py", arguments, help_text, work, stopped)
-
-
-def help_text() -> str:
-    studies = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
-    listed = "\n".join(f"  study={name:<20} {' '.join(one['claim'].split())}" for name, one in studies.items())
-    keys = f"Keys of its own, with their defaults:\n\n{own_keys('compare')}"
-    return f"{__doc__}\n{keys}\nStudies:\n\n{listed}\n\nAll others are those of `python train.py --help`."
+    _folders.clear()
+    return start(task, arguments, stopped)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,19 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 import math
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import assert_never
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
 
+import hydra
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 
-from configs import Config, command_line
+from configs import Config, command_line, keys
 from configs.machine import Machine
 from configs.schema import OptimConfig, Precision, Schedule
 from data import Batches, load_corpus
@@ -27,13 +29,14 @@ from sample import continue_text, encode_prompt
 from training import export
 from training.build import build
 from training.checkpoint import Saver, TrainState
-from training.command import facts, main
+from training.command import job, start
 from training.distributed import ALONE, World, without_reduction
 from training.interrupt import Interrupt, Stopped
 from training.metrics import Metrics, quantities
 from training.profile import UNTIMED, profiled
 from training.run import Run, Summary
 from training.sharding import full_tensor, is_sharded
+from training.start import facts
 from training.step import MixedPrecision, allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
 
 
@@ -196,5 +199,14 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+@hydra.main(config_path=str(keys.FOLDER), config_name="train", version_base=None)
+def task(composed: DictConfig) -> float | None:
+    return job(train, composed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return start(task, arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main(train))
+    sys.exit(main())

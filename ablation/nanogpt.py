@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ablation.arms import Arm
 from configs import Config, ConfigError
-from configs.rules import NANOGPT
 from configs.schema import NormImpl
+from measure.comparison import NANOGPT
 from model import GPT
 from train import learning_rate
 from training import export

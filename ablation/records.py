@@ -8,9 +8,8 @@ from statistics import median
 from typing import Any
 
 from ablation.rounding import Distances, Quantity
-from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
-from measure.comparison import AGAIN, TORCH, Comparison, Pairs, cycle_times
+from measure.comparison import AGAIN, NANOGPT, TORCH, Comparison, Pairs, cycle_times
 from measure.statistics import Interval, spread
 from measure.tables import label
 from training.storage import replace_text

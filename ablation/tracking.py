@@ -11,7 +11,7 @@ import configs
 from ablation.arms import switched
 from ablation.records import Ablation
 from ablation.variants import COMPILED, Variant
-from configs.rules import NANOGPT
+from measure.comparison import NANOGPT
 from measure.statistics import spread
 from training.tracking import Group
 

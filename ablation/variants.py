@@ -5,15 +5,24 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omegaconf import OmegaConf
+
 import configs
 from ablation.arms import switched
-from configs import Config, ConfigError, machine, rules
-from configs.rules import NANOGPT
-from configs.schema import DropoutMasks, NormImpl, WandbMode
-from measure.comparison import AGAIN, FUSED, TORCH
+from configs import Config, ConfigError, keys, machine, rules
+from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch, WandbMode
+from measure.comparison import AGAIN, FUSED, NANOGPT, TORCH
 from measure.tables import label
 from training.tracking import agent_job, with_defaults
 
+NOT_IN_ABLATE = {  # the keys that ablate.py refuses, and why
+    "train.compile": "is compared too. Use ablate.compile=true.",
+    "deterministic": "would change the operators. Leave it out.",
+    "profile": "is done by ablate.py itself, for each cell on a GPU. Leave it out.",
+}
+OmegaConf.register_new_resolver(  # for the help
+    "prenorm.refused", lambda: "".join(f"  {key:<33}  {why}\n" for key, why in NOT_IN_ABLATE.items())
+)
 EAGER, COMPILED, PARITY = "eager", "compiled", "parity"  # the parts of an ablation
 
 
@@ -69,19 +78,19 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
     """
-    swept = {override.get_key_element() for override in configs.parse(arguments) if override.is_sweep_override()}
+    swept = set(configs.swept(arguments))
     if "folder" in swept:
         raise ConfigError("folder has several values, and an ablation has one folder. Name one.")
     found: list[Variant] = []
     for job in configs.jobs(arguments):
-        rules.check_ablation(job)
-        cfg = configs.compose_only(job)
+        check_ablation(job)
+        cfg = configs.compose_only(job, "ablate")
         on = machine.inspect(cfg.device)
         # As the arms will have it, whatever the config says.
         cfg = switched(cfg, TORCH)
         cfg.train.compile = on.device == "cuda" if cfg.ablate.compile is None else cfg.ablate.compile
         rules.check(cfg, on)
-        rules.check_arms(cfg)
+        check_arms(cfg)
         if with_defaults(cfg.logging)[0].wandb is not WandbMode.disabled and agent_job():
             raise ConfigError("an ablation is several runs, a W&B agent's job is one. Sweep with ablate.py KEY=A,B instead.")
         pairs = (override.partition("=")[::2] for override in job)
@@ -96,3 +105,25 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
             if variant.subject == TORCH or all(arm in other.refused for other in found):
                 raise ConfigError(f"ablate.arms: {arm} can't take part in {label(variant.overrides)}. {why}")
     return found
+
+
+def check_ablation(overrides: Sequence[str]) -> None:
+    """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
+    given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
+    switch = next((text.partition("=")[2] for text, key in reversed(given) if key == "ablate.switch"), Switch.norm)
+    refused = NOT_IN_ABLATE | {f"{switch}.impl": "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
+    rules.raise_if(f"{text}: {key} {refused[key]}" for text, key in given if key in refused)
+
+
+def check_arms(cfg: Config) -> None:
+    """Raises ConfigError: ablate.arms are not what `python ablate.py` can compare."""
+    switch, arms = cfg.ablate.switch, cfg.ablate.arms
+    known = [*(NormImpl if switch is Switch.norm else LossImpl), NANOGPT]
+    given = f"ablate.arms=[{','.join(arms)}]"
+    if unknown := [arm for arm in arms if arm not in known]:
+        mean = keys.did_you_mean(unknown[0], known)
+        raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")
+    if "torch" not in arms or not set(arms) - {"torch", NANOGPT} or len(set(arms)) < len(arms):
+        raise ConfigError(f"{given}: needs torch, the control, and another value of {switch.key}, each once.")
+    if (NANOGPT in arms) != bool(cfg.ablate.nanogpt):
+        raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")

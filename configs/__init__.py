@@ -1,17 +1,30 @@
 """Typed configuration: `load` composes overrides into a checked `Config`, as `python train.py <overrides>` does.
 
-schema        every key: its type, default, meaning and range
-*.yaml        values that differ from those defaults, by group
+schema        every key: its type, default, meaning, range, and where it counts
+*.yaml        values that differ from those defaults, by group; train, ablate and compare.yaml are what hydra.main composes
 keys          which names exist, and which name is nearest to a wrong one
 compose       composition by Hydra, and conversion to `Config` and back
 rules         checks of numbers, of several keys together, and against the machine
 machine       what the rules need to know about this machine
-command_line  the runs that a command asks for, what --help prints, and names of run folders
+command_line  how a program ends with an error of its command
 """
 
-from configs.compose import compose_only, from_dict, given, jobs, load, parse, read_yaml, to_dict, to_yaml
+from configs.compose import (
+    compose_only,
+    composed,
+    from_dict,
+    given,
+    jobs,
+    load,
+    parse,
+    read_yaml,
+    swept,
+    to_dict,
+    to_yaml,
+    typed,
+)
 from configs.keys import ConfigError
 from configs.schema import Config
 
-__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "given", "jobs", "load", "parse"]
-__all__ += ["read_yaml", "to_dict", "to_yaml"]
+__all__ = ["Config", "ConfigError", "compose_only", "composed", "from_dict", "given", "jobs", "load", "parse"]
+__all__ += ["read_yaml", "swept", "to_dict", "to_yaml", "typed"]

@@ -1,9 +1,10 @@
-"""From overrides to a checked `Config`: Hydra composes, the schema types, the rules check."""
+"""From overrides to a checked `Config`, and back: Hydra composes, the schema types, the rules check."""
 
 import re
 import shlex
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from itertools import product
@@ -13,11 +14,12 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from configs import keys, machine, rules
 from configs.keys import ConfigError
@@ -39,30 +41,38 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
     return cfg
 
 
-def compose_only(overrides: Sequence[str] = ()) -> Config:
+def compose_only(overrides: Sequence[str] = (), primary: str = "config") -> Config:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
-    return composed(overrides)[0]
+    return typed(composed(overrides, primary))
 
 
-def composed(overrides: Sequence[str]) -> tuple[Config, str]:
-    """`compose_only`, and the option of the group model. What the command interpolates is resolved here, and nowhere else."""
+def composed(overrides: Sequence[str], primary: str = "config") -> DictConfig:
+    """The whole config of a command, with Hydra's node. In a program of `hydra.main` it has that one's search path."""
     parse(overrides)
-    with _explained(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
-        found = hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
-        model = str(found.hydra.runtime.choices.get("model"))
-        with open_dict(found):
-            del found["hydra"]
-        return _finished(found), model
+    running = GlobalHydra.instance().is_initialized()
+    with explained(), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
+        return hydra.compose(primary, list(overrides), return_hydra_config=True)
+
+
+def typed(composed: DictConfig) -> Config:
+    """What Hydra composed, as values of the schema's types; what a command interpolates is resolved here, and nowhere else."""
+    with explained():
+        own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+        return _finished(OmegaConf.merge(OmegaConf.structured(Config), _literal(OmegaConf.to_container(own, resolve=True))))
+
+
+# ---- overrides ---------------------------------------------------------------------------------------------------------------
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, as Hydra reads them. Raises ConfigError for an unknown key, and for a number, true or None as a text:
-    Hydra would make 20240105 of 2024_01_05, and a name of None."""
-    with _explained():
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    """The overrides, as Hydra reads them. Raises ConfigError for a number, true or None as a text: Hydra would make 20240105 of
+    2024_01_05, and a name of None."""
+    loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+    with explained():
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
     for one in parsed:
         name, value = one.key_or_group, one.value()  # each value of a sweep is parsed again, as one of its run
-        if name not in [*keys.schema(), *keys.GROUPS]:
+        if any(key.startswith(f"{name}.") for key in keys.schema()) and name not in keys.GROUPS:
             raise keys.unknown_key(name)
         is_text = name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None)
         numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
@@ -79,15 +89,31 @@ def given(overrides: Sequence[str]) -> list[str]:
     return [one.key_or_group for one in parse(overrides)]
 
 
-def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of each run of a sweep, as Hydra will make them: all combinations of the values."""
-    values, parsed = [], parse(overrides)
-    with _explained():
-        for one in parsed:
-            swept = one.is_sweep_override()
-            key = one.get_key_element()
-            values.append([f"{key}={value}" for value in one.sweep_string_iterator()] if swept else [str(one.input_line)])
-    return map(list, product(*values))
+def swept(overrides: Sequence[str]) -> list[str]:
+    """The names that have several values."""
+    return [one.get_key_element() for one in parse(overrides) if one.is_sweep_override()]
+
+
+def jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep, as Hydra will make them: all combinations of the values. The last of a key counts.
+
+    Raises:
+        ConfigError: no value, such as glob() of what is no group, or an interval, which needs another sweeper.
+    """
+    values: dict[str, list[str]] = {}
+    for one in parse(overrides):
+        key = one.get_key_element()
+        values[key] = [str(one.input_line)]
+        if one.is_sweep_override():
+            with explained():
+                found = one.sweep_string_iterator() if one.is_discrete_sweep() else ()
+                values[key] = [f"{key}={value}" for value in found]
+        if not values[key]:
+            raise ConfigError(f"{one.input_line}: gives no values to sweep. List them: {key}=A,B.")
+    return list(map(list, product(*values.values())))
+
+
+# ---- stored configs ----------------------------------------------------------------------------------------------------------
 
 
 def as_typed(key: str, text: str) -> str:
@@ -118,7 +144,7 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     for one in parsed:
         if one.key_or_group in keys.GROUPS:
             raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
-    with _explained():
+    with explained():
         config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
         for one in parsed:
             OmegaConf.update(config, one.key_or_group, one.value())
@@ -169,7 +195,7 @@ def read_yaml(path: Path) -> Config:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Raises errors of Hydra and OmegaConf as a ConfigError: their first sentence with the key, or the nearest valid name."""
     try:
         yield
@@ -182,8 +208,18 @@ def _explained() -> Iterator[None]:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         near = keys.did_you_mean(option, options := error.options or [])
         raise ConfigError(f"{group}={option}: no such option.{near} Options of {group}: {', '.join(options)}.") from error
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        key = getattr(cause, "full_key", None)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+        unknown = re.match("Could not override '(.*?)'", str(error))
+        key = unknown[1] if unknown else str(getattr(cause, "full_key", None) or "")
+        if isinstance(cause, ConfigAttributeError | ConfigKeyError) and not key.startswith(("hydra", *keys.schema())):
+            raise keys.unknown_key(key) from error
         list_ = " Write a list as '[a,b]', with quotes for the shell." if "ListConfig" in str(cause) else ""
-        raise ConfigError(f"{key}: {str(cause).splitlines()[0].rstrip('.')}.{list_}" if key else str(error)) from error
+        raise ConfigError(
+            f"{key}: {str(cause).splitlines()[0].rstrip('.')}.{list_}" if key and cause else str(error)
+        ) from error
+    except ValueError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not frame.f_globals["__name__"].startswith("hydra."):  # which says what options don't go together
+            raise
+        raise ConfigError(str(error)) from error

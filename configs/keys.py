@@ -15,8 +15,7 @@ import yaml
 from configs.schema import Affects, Choice, Config
 
 FOLDER = Path(__file__).parent
-# study/ has no options of a run: its files are for compare.py alone.
-GROUPS = sorted({path.parent.name for path in FOLDER.glob("*/*.yaml")} - {"study"})
+GROUPS = sorted({path.parent.name for path in FOLDER.glob("*/*.yaml")})
 
 
 class ConfigError(ValueError):
@@ -99,3 +98,20 @@ def shown(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(shown, value))}]"
     return {"None": "null", "True": "true", "False": "false", "\n": r"""$'"\n"'"""}.get(str(value), str(value))
+
+
+def describe(config: object, section: str = "") -> str:
+    """Every key, or those of a section, with its value in `config`, where it counts, and its meaning; under a key with choices,
+    each choice and its meaning."""
+    lines, before = [], section
+    for name, key in schema().items():
+        if section not in ("", within := name.rpartition(".")[0]):
+            continue
+        if before != (before := within):
+            lines.append("")
+        counts = f"with {where}: " if (where := only(name)) else ""
+        lines.append(f"  {f'{name}={shown(attrgetter(name)(config))}':<33}  {counts}{key.metadata['meaning']}")
+        of_key = choices(key)
+        wide = max(map(len, of_key), default=0)
+        lines += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in of_key.items()]
+    return "\n".join(lines) + "\n"

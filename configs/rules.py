@@ -16,13 +16,6 @@ from configs.keys import ConfigError
 from configs.machine import Machine
 from configs.schema import Config
 
-NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
-NOT_IN_ABLATE = {  # the keys that ablate.py refuses, and why
-    "train.compile": "is compared too. Use ablate.compile=true.",
-    "deterministic": "would change the operators. Leave it out.",
-    "profile": "is done by ablate.py itself, for each cell on a GPU. Leave it out.",
-}
-
 
 def check(cfg: Config, machine: Machine) -> None:
     """Passes a config that can run on `machine`.
@@ -30,8 +23,8 @@ def check(cfg: Config, machine: Machine) -> None:
     Raises:
         ConfigError: with every number out of range, or else with every other broken rule, one a line.
     """
-    _raise_if(_out_of_range(cfg))  # the other rules divide by these numbers
-    _raise_if(_broken(cfg, machine))
+    raise_if(_out_of_range(cfg))  # the other rules divide by these numbers
+    raise_if(_broken(cfg, machine))
 
 
 def check_given(names: Iterable[str], cfgs: Sequence[Config], program: str = "") -> None:
@@ -41,68 +34,11 @@ def check_given(names: Iterable[str], cfgs: Sequence[Config], program: str = "")
         names: of the command's overrides. null is no value to give, and passes.
         program: that has the command; others have keys of their own, in a section of their name. Empty: any.
     """
-    _raise_if(_idle(names, cfgs, program))
+    raise_if(_idle(names, cfgs, program))
 
 
-def check_ablation(overrides: Sequence[str]) -> None:
-    """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
-    given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
-    switch = next((text.partition("=")[2] for text, key in reversed(given) if key == "ablate.switch"), schema.Switch.norm)
-    refused = NOT_IN_ABLATE | {f"{switch}.impl": "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
-    _raise_if(f"{text}: {key} {refused[key]}" for text, key in given if key in refused)
-
-
-def check_arms(cfg: Config) -> None:
-    """Raises ConfigError: ablate.arms are not what `python ablate.py` can compare."""
-    switch, arms = cfg.ablate.switch, cfg.ablate.arms
-    known = [*(schema.NormImpl if switch is schema.Switch.norm else schema.LossImpl), NANOGPT]
-    given = f"ablate.arms=[{','.join(arms)}]"
-    if unknown := [arm for arm in arms if arm not in known]:
-        mean = keys.did_you_mean(unknown[0], known)
-        raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")
-    if "torch" not in arms or not set(arms) - {"torch", NANOGPT} or len(set(arms)) < len(arms):
-        raise ConfigError(f"{given}: needs torch, the control, and another value of {switch.key}, each once.")
-    if (NANOGPT in arms) != bool(cfg.ablate.nanogpt):
-        raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")
-
-
-def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) -> list[str]:
-    """Checks that a run with `cfg` goes on as if the run with `before` had not stopped.
-
-    Args:
-        same_corpus: whether both have the same tokens, wherever their text lies. None: the keys of data and tokenizer tell.
-
-    Returns:
-        The keys that change the numbers of the run, which resume_with_changes=true allows.
-
-    Raises:
-        ConfigError: there are such keys, one per line, and resume_with_changes=false.
-    """
-    if cfg.init_from not in (None, before.init_from):
-        raise ConfigError(f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave init_from out.")
-    if cfg.optim.kind is not before.optim.kind:
-        raise ConfigError(
-            f"optim.kind={cfg.optim.kind}: the checkpoint has the state of {before.optim.kind}, which can't go on as "
-            f"{cfg.optim.kind}. Leave the key out, or begin a new run from these weights with init_from=CHECKPOINT."
-        )
-    free = ["data.", "tokenizer."] if same_corpus else []
-    free += ["train.steps"] if before.optim.schedule is schema.Schedule.constant else []  # its rates don't depend on them
-    changed = {}
-    for name in keys.affecting("weights", "results"):
-        then, now = attrgetter(name)(before), attrgetter(name)(cfg)
-        if then != now and not name.startswith(tuple(free)):
-            changed[name] = f"{name}={keys.shown(now)}: the checkpoint was made with {name}={keys.shown(then)}."
-    if same_corpus is False and not any(name.startswith(("data.", "tokenizer.")) for name in changed):
-        changed["data"] = "data: the files have changed since the checkpoint was made, and the batches with them."
-    if changed and not cfg.resume_with_changes:
-        raise ConfigError(
-            "\n".join(changed.values()) + "\nThe run would then give other numbers than the run that was stopped. "
-            "Leave these keys out, or accept the changes with resume_with_changes=true."
-        )
-    return list(changed)
-
-
-def _raise_if(broken: Iterable[str]) -> None:
+def raise_if(broken: Iterable[str]) -> None:
+    """Raises ConfigError with these lines, if there are any."""
     if text := "\n".join(broken):
         raise ConfigError(text)
 

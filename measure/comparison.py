@@ -9,6 +9,7 @@ from measure.statistics import Interval, paired_difference, paired_ratio
 from measure.tables import interval_text
 
 TORCH, AGAIN, FUSED = "torch", "torch again", "fused"  # the second is the A/A control
+NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
 NO_KERNEL = "No kernel was measured: fused norms took the CPU reference path, so the figures say nothing about the kernels"
 
 

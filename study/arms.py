@@ -1,14 +1,11 @@
-"""The arms of a study: what the command line or a file of configs/study/ sweeps, but for learning rates and seeds."""
+"""The arms of a study: what the command line or an option of the group study sweeps, but for learning rates and seeds."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 import configs
 from configs import Config, ConfigError, keys, machine, rules
@@ -19,8 +16,7 @@ from model import GPT
 from training.tracking import with_defaults
 
 RATE, SEED = "optim.lr", "seed"
-FOLDER = keys.FOLDER / "study"
-WORDS = ("claim", "source", "limits")  # of a file, beside its arguments and arms
+WORDS = ("claim", "source", "limits")
 
 
 @dataclass(frozen=True)
@@ -75,27 +71,31 @@ def study_of(arguments: Sequence[str]) -> Study:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key that a comparison has no use for.
     """
-    named = [text for text in arguments if text.startswith("study=")]
-    given = [text for text in arguments if text not in named]
-    found = _read(named[-1].partition("=")[2]) if named else {}
+    whole = configs.composed([one for one in arguments if not configs.swept([one])], "compare")
+    shared, found = configs.typed(whole).compare, whole.hydra.sweeper.params
     # of a key that comes twice, the last
-    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*found.get("arguments", []), *given])}
+    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*_texts(found), *arguments])}
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
-    swept = {one.get_key_element() for one in configs.parse(list(parsed.values())) if one.is_sweep_override()}
+    swept = set(configs.swept(list(parsed.values())))
     if unswept := swept & {"folder", "resume"}:
         raise ConfigError(f"{min(unswept)}: a comparison has one. Give it one value.")
     arms: dict[str, Config] = {}
-    for name, more in (found.get("arms") or {"": []}).items():
+    for name, more in (shared.arms or {"": []}).items():
         for job in configs.jobs([*parsed.values(), *more]):
             label = " ".join([*([name] if name else []), *(text for text in job if text.partition("=")[0] in swept)])
             label = label or "this configuration"
-            if arms.setdefault(label, cfg := configs.compose_only(job)) != cfg:
+            if arms.setdefault(label, cfg := configs.compose_only(job, "compare")) != cfg:
                 raise ConfigError(f"{label}: two arms have this name. List their keys under different names, or sweep them.")
-    words = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
+    words = {name: text for name in WORDS if (text := getattr(shared, name))}
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]
-    rules.check_given(configs.given(given), list(arms.values()), "compare.py")
+    rules.check_given(configs.given(arguments), list(arms.values()), "compare.py")
     return _checked(Study(made, rates or [first.optim.lr], seeds or [first.seed], words))
+
+
+def _texts(params: Mapping[str, Any]) -> list[str]:
+    """hydra.sweeper.params, as overrides."""
+    return [f"{key}={value}" for key, value in params.items()]
 
 
 def _values(key: str, override: str | None) -> list[Any]:
@@ -129,16 +129,3 @@ def _checked(study: Study) -> Study:
     if study.cfg.resume not in ("never", "auto"):
         raise ConfigError(f"resume={study.cfg.resume}: a study goes on with folder=PATH resume=auto and the same arguments.")
     return study
-
-
-def _read(name: str) -> dict[str, Any]:
-    """A study of configs/study/ by its name, or of any file by its path."""
-    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-        near = keys.did_you_mean(name, known)
-        raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
-    found, takes = yaml.safe_load(path.read_text(encoding="utf-8")), (*WORDS, "arguments", "arms")
-    if not isinstance(found, dict) or set(found) - set(takes):
-        raise ConfigError(f"study={name}: takes {', '.join(takes)}, got {', '.join(found or [])}.")
-    return found

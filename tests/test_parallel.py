@@ -28,7 +28,7 @@ def step(forward, state, batch, index, *rest):
 train.training_step = step
 time.sleep(once.exists() and os.environ["RANK"] == "0")
 sys.argv[0] = {root!r} + "/train.py"
-sys.exit(train.main(train.train))
+sys.exit(train.main())
 """
 
 

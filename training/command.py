@@ -1,257 +1,111 @@
-"""How programs begin and end, and what turns a command of train.py into a run: where it begins, its facts, exit codes.
+"""The task that train.py gives Hydra, Hydra's hooks, and how programs begin and end."""
 
-resume=never   a new run
-resume=auto    resumes in the folder that the command names, from its newest whole checkpoint; a new run if there is none.
-               torchrun --max-restarts, or a scheduler that preempts, can repeat the same command
-resume=PATH    resumes the run at PATH with its config, in its own folder. A single checkpoint, or another config, is resumed in
-               a new folder
-"""
-
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import configs
-import ops
-from configs import Config, ConfigError, command_line, machine, rules
-from configs.command_line import Job
+from configs import Config, ConfigError, command_line, compose, keys, machine, rules
 from configs.machine import Machine
-from configs.schema import NormImpl, Parallel, Precision
-from data import Corpus, identity
 from measure.environment import environment
-from training import checkpoint, storage, tracking
-from training.distributed import ALONE, World, join
+from training import tracking
+from training.distributed import World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
-from training.run import Run, Start, Summary, open_run
-from training.step import MixedPrecision, set_deterministic
+from training.run import Run, Summary, open_run
+from training.start import find_start
+from training.step import set_deterministic
 from training.storage import StorageError, relative
 
 Train = Callable[[Config, Run, Machine, World], Summary]
+world = cache(join)  # the place of this process among those of torchrun
 
 
-# ---- train.py ----------------------------------------------------------------------------------------------------------------
+# ---- a process ---------------------------------------------------------------------------------------------------------------
 
 
-def main(train: Train) -> int:
-    """Runs the command in sys.argv, with `train` for each run of it. Returns the exit code of the process.
+class Failed(Exception):
+    """A job of a sweep has failed, and said why. The others still run."""
+
+
+_codes: list[int] = []  # exit codes of jobs of this process
+end = _codes.append
+
+
+def start(task: Callable[[], object], arguments: Sequence[str] | None = None, stopped: Callable[[], str] | None = None) -> int:
+    """Runs a function of `hydra.main` as the whole program.
+
+    Args:
+        arguments: of the command; None: those of this process.
+        stopped: of a program that is one process: what to say after a signal.
 
     Returns:
-        0: done. 1: NaN, or a full disk. 2: an error in the config. 128 plus the signal's number: a signal. For a sweep, the
-        highest of its runs.
+        The exit code. 0: done. 1: NaN, or a full disk. 2: an error in the config. 128 plus the signal's number: a signal. For
+        a sweep, the highest of its runs.
     """
     take_any_encoding()
-    codes, world = [0], join()
+    before = os.environ.get("HYDRA_FULL_ERROR", "")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, which have one line here
+    code = 0
+    if not world().leads:
+        mute(sys.stdout)
     exit_on_signals()
     use_one_thread()
-    if "--version" in sys.argv[1:]:
-        show(version())
-        return 0
+    # overrides come first: argparse would take those behind an option for another list of arguments
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.argv[1:] = sorted(given, key=lambda text: text.startswith("-") or "=" not in text)
     try:
-        asked = world.on_first(lambda: command_line.read(sys.argv[1:]))
-        if isinstance(asked, str):
-            if world.leads:
-                print(asked, flush=True)
-            asked = []
-        for number, one in enumerate(asked):
-            if one.swept and world.leads:
-                show(f"[sweep] {number + 1}/{len(asked)}: {' '.join(one.overrides)}")
-            codes.append(job(train, one, world) or 0)
+        if "--version" in sys.argv[1:]:
+            show(version())
+        else:
+            if stopped:
+                machine.refuse_ranks(Path(sys.argv[0]).name)
+            with compose.explained():
+                task()
     except ConfigError as error:
-        codes.append(command_line.refuse(error) if world.leads else command_line.EXIT_CODE)
+        if before == "1":
+            raise
+        code = command_line.refuse(error) if world().leads else command_line.EXIT_CODE
+    except StorageError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        code = 1
+    except Failed as error:
+        code = error.args[0]
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
-    except KeyboardInterrupt:  # before the first step, from which on Interrupt handles it, or the second Ctrl-C
-        codes.append(130)
+    except (KeyboardInterrupt, Stopped) as stop:
+        # Ctrl-C before the first step, from which on Interrupt handles it, or the second one
+        code = 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # a number
+        if stopped:
+            print(stopped(), file=sys.stderr)
     except SystemExit as end:
         if end.code == 1 or isinstance(end.code, str):
             raise  # an exception on this rank alone: it waits for nobody, and torchrun ends the other ranks
-        codes.append(end.code or 0)
-    world.leave(max(codes))
-    return max(codes)
+        code = end.code or 0
+    finally:
+        os.environ["HYDRA_FULL_ERROR"] = before
+    code = max(code, *_codes, 0)
+    _codes.clear()
+    world().leave(code)
+    world.cache_clear()
+    return code
 
 
 def version() -> str:
     facts = environment(torch.device("cpu"))
     return f"prenorm {facts['versions']['prenorm']}, git {facts['git']}, torch {facts['versions']['torch']}"
-
-
-@record  # torchrun's report of a rank that failed then has the traceback
-def job(train: Train, asked: Job, world: World) -> int:
-    """Makes one run of the command. Returns its exit code, so that the next run of a sweep still starts."""
-    cfg, folder, sweep = asked.cfg, asked.folder, asked.swept
-    try:
-        chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
-        origin = world.on_first(lambda: find_start(cfg, folder, asked.overrides, chosen=chosen))
-        if origin.finished:
-            if world.leads:
-                show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
-            return 0
-        with world.shared_errors():
-            inspected = machine.inspect(origin.cfg.device)
-            rules.check(origin.cfg, inspected)
-            tracking.with_defaults(origin.cfg.logging)
-        group = folder.parent.name if sweep else None
-        device = torch.device(inspected.device)
-        set_deterministic(origin.cfg.deterministic)
-        with open_run(origin, device, group, world) as run:
-            summary = train(origin.cfg, run, inspected, world)
-    except (NonFiniteError, StorageError) as error:
-        if world.leads:
-            show(f"stopped: {error}", sys.stderr)
-            command_line.record_for_torchrun(error)
-        if sweep and world.size > 1 and isinstance(error, StorageError):
-            # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
-            raise SystemExit(1) from None
-        return 1
-    except torch.OutOfMemoryError as error:
-        if world.size > 1:
-            raise
-        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
-        show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
-        return 1
-    except ConfigError as error:
-        if not world.leads:
-            return command_line.EXIT_CODE
-        return command_line.refuse(ConfigError(f"{error}\n(in the job {' '.join(asked.overrides)})") if sweep else error)
-    if world.leads:
-        show(str(summary))
-    return 0
-
-
-@command_line.as_config_errors()
-def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> Start:
-    """Finds where the run of a command begins. Writes nothing.
-
-    Args:
-        cfg: the config that the command composed.
-        folder: where a new run would go.
-        overrides: of the command; resume=PATH applies them to the stored config.
-        chosen: the command names `folder`, so that it may have a run already.
-
-    Raises:
-        ConfigError: no checkpoint where one is needed, a damaged one, or a config that differs in what matters.
-    """
-    if cfg.resume == "never":
-        return Start(cfg, folder)
-    auto, this = cfg.resume == "auto", f"resume={cfg.resume}"
-    if auto and not chosen:
-        raise ConfigError(
-            "resume=auto goes on in the folder that the command names, and this one names none, so that each start would have "
-            "a new one. Add folder=runs/NAME (in a sweep it is the sweep's folder)."
-        )
-    run = folder if auto else Path(cfg.resume)
-    if run.name == storage.FOLDER:
-        run = run.parent
-    try:
-        kept, problems = storage.newest(run)
-        if kept is None and auto:
-            return _first_start(cfg, folder)
-        found = kept or checkpoint.locate(run)
-        if kept is None:
-            storage.verify(found)
-    except ValueError as error:
-        raise ConfigError(f"{this}: {error}") from error
-    stored = checkpoint.read(found, verified=True)
-    before = stored.cfg
-    if not auto:  # an earlier command's resume_with_changes does not count for this one
-        cfg = configs.from_dict(stored.state["config"] | {"resume_with_changes": False}, overrides)
-        rules.check_given(configs.given(overrides), [cfg])
-    if cfg.train.precision is Precision.auto:  # another device would choose another dtype
-        cfg.train.precision = before.train.precision
-    finished = auto and Start(cfg, run, stored, in_place=True).finished
-    with command_line.as_config_errors():  # a finished run needs its text no more
-        same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
-    changed = rules.check_resumed(before, cfg, same_corpus)
-    in_place = auto or (kept is not None and (folder.resolve() == run.resolve() if chosen else not changed))
-    if in_place and not auto:
-        cfg.resume = before.resume  # config.yaml says how the run began
-    notes = [f"{problem}; the one before it is used." for problem in problems] + [f"{this}: goes on from {relative(found)}."]
-    start = Start(cfg, run if in_place else folder, stored, in_place, notes)
-    steps = cfg.train.steps
-    lacks_results = in_place and not start.finished and before.train.steps == steps
-    if stored.step >= steps and not (finished or lacks_results):
-        raise ConfigError(
-            f"{this}: {relative(found)} is at step {stored.step} of train.steps={steps}: nothing is left to train. Raise "
-            f"train.steps to train longer:\n  {storage.resume_command(run)} train.steps={2 * stored.step} "
-            "resume_with_changes=true\nIts last key is for a schedule whose rates depend on the number of steps."
-        )
-    return start
-
-
-def _first_start(cfg: Config, folder: Path) -> Start:
-    """Of resume=auto in a folder without checkpoints."""
-    if (folder / "summary.json").is_file():
-        raise ConfigError(
-            f"{relative(folder)} has a finished run whose checkpoints are gone, and a new one there would "
-            "overwrite the rest of it. Choose another folder."
-        )
-    started = (folder / "config.yaml").is_file()
-    note = "no checkpoint there yet; the run starts at its first step" if started else "no run there yet; a new one starts"
-    return Start(cfg, folder, in_place=started, notes=[f"resume=auto: {relative(folder)}: {note}."])
-
-
-def facts(
-    origin: Start, precision: MixedPrecision, corpus: Corpus, sizes: dict[str, float], world: World = ALONE
-) -> dict[str, str]:
-    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
-    cfg, device = origin.cfg, precision.device
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    norm, ran = cfg.norm, ops.backend_for(device) if cfg.norm.impl is NormImpl.fused else cfg.norm.impl.meaning
-    lost, size = (sum(of) for of in zip(*((s.lost, s.bytes + s.lost) for s in (corpus.train, corpus.val)), strict=True))
-    epochs = cfg.train.steps * sizes["tokens_per_step"] / sizes["train_tokens"]
-    return {
-        "device": f"{device.type}, {hardware}"
-        + (f", {world.size} ranks" if world.store else "")
-        + (", fsdp" if cfg.parallel is Parallel.fsdp else ""),
-        "precision": str(precision) + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else ""),
-        "norms": f"{norm.impl} {norm.kind}, {norm.placement}, weight {norm.weight}: {ran}",
-        "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"
-        + (f", with the weights of {cfg.init_from}" if cfg.init_from and not origin.stored else ""),
-        "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",
-        "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out"
-        + (f"; the tokenizer has no token for {lost / size:.2%} of the text, which bits per byte leaves out" if lost else ""),
-        "batch": f"{sizes['tokens_per_step']:,} tokens ({cfg.train.batch_size} × {cfg.model.context})",
-        "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
-    }
-
-
-# ---- ablate.py and compare.py ------------------------------------------------------------------------------------------------
-
-
-def program(
-    name: str, arguments: Sequence[str], help_text: Callable[[], str], work: Callable[[], int], stopped: Callable[[], str]
-) -> int:
-    """Does the work of a program that measures, or shows its help.
-
-    Args:
-        name: of the program, such as "ablate.py".
-        stopped: what to say after a signal.
-
-    Returns:
-        The exit code: that of `work`; 1 for a full disk, 2 for a config that is refused, 128 plus its number for a signal.
-    """
-    take_any_encoding()
-    if {"-h", "--help"} & set(arguments):
-        show(help_text())
-        return 0
-    exit_on_signals()
-    use_one_thread()
-    try:
-        machine.refuse_ranks(name)
-        with command_line.files_as_config_errors():
-            return work()
-    except ConfigError as error:
-        return command_line.refuse(error)
-    except StorageError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, Stopped) as stop:
-        print(stopped(), file=sys.stderr)
-        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # a number
 
 
 def use_one_thread() -> None:
@@ -260,7 +114,159 @@ def use_one_thread() -> None:
     torch.autograd.set_multithreading_enabled(False)
 
 
-def own_keys(section: str) -> str:
-    """The keys of a section with their defaults, a line each, for help."""
-    lines = command_line.describe_keys(Config()).splitlines()
-    return "".join(f"{line}\n" for line in lines if line.strip().startswith(f"{section}."))
+# ---- Hydra's hooks -----------------------------------------------------------------------------------------------------------
+
+
+class Check(Callback):
+    """Checks a run, or all runs of a sweep of Hydra's own sweeper, before anything is made or started."""
+
+    jobs = 0  # of the sweep; 0: not known
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        _or_exit(lambda: check([list(config.hydra.overrides.task)], [config]))
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        def act() -> None:
+            arguments = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+            arguments += list(config.hydra.overrides.task)
+            fixed = set(configs.given(arguments)) - set(configs.swept(arguments))
+            config.hydra.overrides.hydra.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]")
+            if config.hydra.sweeper._target_.endswith(".BasicSweeper"):
+                jobs = configs.jobs(arguments)
+                Check.jobs = len(jobs)
+                check(jobs, [configs.composed(job, config.hydra.job.config_name) for job in jobs])
+
+        _or_exit(act)
+
+
+def check(jobs: list[list[str]], composed: list[DictConfig]) -> None:
+    """
+    Raises:
+        ConfigError: a job can't start, or a key that they have does nothing in any of them.
+    """
+    begun = []
+    for job, found in zip(jobs, composed, strict=True):
+        try:
+            configs.parse(job)
+            cfg = configs.typed(found)
+            if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
+                rules.check(cfg, machine.inspect(cfg.device))
+                begun.append(cfg)
+        except ConfigError as error:
+            raise ConfigError(f"{error}\n(in the job {' '.join(job)})") if len(jobs) > 1 else error from None
+    if begun:
+        rules.check_given([name for job in jobs for name in configs.given(job)], begun, "train.py")
+
+
+def _or_exit(act: Callable[[], None]) -> None:
+    """Hydra makes a warning of an error in a callback, but not of SystemExit."""
+    try:
+        with world().shared_errors():
+            act()
+    except ConfigError as error:
+        raise SystemExit(command_line.refuse(error) if world().leads else command_line.EXIT_CODE) from None
+
+
+def _folder(name: str, *, _root_: DictConfig) -> str:
+    """`folder`, or runs/NAME."""
+    return str(machine.expanded(_root_.folder)) if _root_.folder else f"runs/{name}"
+
+
+def _name(*, _root_: DictConfig) -> str:
+    return run_name(configs.typed(_root_), str(_root_.hydra.runtime.choices.model))
+
+
+def run_name(cfg: Config, model: str) -> str:
+    """The name of a run's folder after the time: logging.name, the run that it resumes, or what it trains."""
+    if cfg.logging.name:
+        return safe(cfg.logging.name)
+    if cfg.resume in ("never", "auto"):
+        return safe(f"{cfg.data.called}_{model}_{cfg.norm.impl}")
+    run = Path(re.sub(r"/(last|best|checkpoints/\w+)/*$", "", cfg.resume)).name
+    return safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", run).removeprefix("resumed_"))
+
+
+def safe(name: str) -> str:
+    """A name that a file may have and that resume= takes without quotes."""
+    return re.sub(r"[^\w.+-]+", "-", name)[:120].rstrip("_")
+
+
+def _keys(section: str = "", *, _root_: DictConfig) -> str:
+    """For the template of Hydra's help, in which $ has a meaning."""
+    return keys.describe(configs.typed(_root_), section).strip("\n").replace("$", "$$")
+
+
+@cache
+def started(world: World) -> str:
+    return world.on_first(command_line.now)
+
+
+OmegaConf.register_new_resolver("prenorm.started", lambda: started(world()), use_cache=True)  # jobs of a sweep share it
+OmegaConf.register_new_resolver("prenorm.folder", _folder)
+OmegaConf.register_new_resolver("prenorm.name", _name)
+OmegaConf.register_new_resolver("prenorm.safe", safe)
+OmegaConf.register_new_resolver("prenorm.keys", _keys)
+
+
+# ---- the task ----------------------------------------------------------------------------------------------------------------
+
+
+@record  # torchrun's report of a rank that failed then has the traceback
+def job(train: Train, composed: DictConfig) -> float | None:
+    """Makes the run of a config that Hydra composed, in the folder that Hydra names, with `train`.
+
+    Returns:
+        Its last validation loss, which a sweeper may minimise.
+
+    Raises:
+        Failed, SystemExit: in a sweep or not, with the exit code; why has been printed.
+    """
+    now = HydraConfig.get()
+    sweep, overrides, folder = now.mode is RunMode.MULTIRUN, list(now.overrides.task), Path(now.runtime.output_dir)
+    use_one_thread()  # a launcher may have started this process
+    if sweep and world().leads:
+        show(f"[sweep] {now.job.num + 1}/{Check.jobs or '?'}: {' '.join(overrides)}")
+    try:
+        return _run(train, configs.typed(composed), Path(relative(folder)), overrides, sweep)
+    except (NonFiniteError, StorageError) as error:
+        if world().leads:
+            show(f"stopped: {error}", sys.stderr)
+            command_line.record_for_torchrun(error)
+        if sweep and world().size > 1 and isinstance(error, StorageError):
+            # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
+            raise SystemExit(1) from None
+        code = 1
+    except torch.OutOfMemoryError as error:
+        if world().size > 1:
+            raise
+        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
+        show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
+        code = 1
+    except ConfigError as error:
+        told = ConfigError(f"{error}\n(in the job {' '.join(overrides)})") if sweep else error
+        code = command_line.refuse(told) if world().leads else command_line.EXIT_CODE
+    finally:
+        with suppress(OSError):  # Hydra made it; a run has files in it
+            folder.rmdir()
+    _codes.append(code)
+    raise Failed(code) if sweep else SystemExit(code)
+
+
+def _run(train: Train, cfg: Config, folder: Path, overrides: list[str], sweep: bool) -> float | None:
+    named = any(text.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for text in HydraConfig.get().overrides.hydra)
+    chosen = bool(cfg.folder) or named or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
+    origin = world().on_first(lambda: find_start(cfg, folder, overrides, chosen=chosen))
+    if origin.finished and origin.stored:
+        if world().leads:
+            show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
+        return origin.stored.state["validation"]["loss"]
+    with world().shared_errors():
+        inspected = machine.inspect(origin.cfg.device)
+        rules.check(origin.cfg, inspected)
+        tracking.with_defaults(origin.cfg.logging)
+    set_deterministic(origin.cfg.deterministic)
+    with open_run(origin, torch.device(inspected.device), folder.parent.name if sweep else None, world()) as run:
+        summary = train(origin.cfg, run, inspected, world())
+    if world().leads:
+        show(str(summary))
+    return summary.final.loss

@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs import ConfigError
-from study.arms import FOLDER, study_of
+from configs import ConfigError, keys
+from study.arms import study_of
 
 
 def test_an_arm_is_what_is_swept_but_for_rate_and_seed():
@@ -14,7 +14,7 @@ def test_an_arm_is_what_is_swept_but_for_rate_and_seed():
     assert (alone.rates, alone.seeds) == ([6e-4], [7])
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in (keys.FOLDER / "study").glob("*.yaml")))
 def test_every_named_study_can_run_and_its_keys_can_be_overridden(name):
     study = study_of([f"study={name}", "train.steps=10000", "optim.lr=2e-3"])
     assert len(study.arms) > 1 and len(study.seeds) > 2 and study.words.keys() == {"claim", "source", "limits"}
@@ -39,8 +39,6 @@ def test_what_it_cant_compare_is_refused(wrong, message):
         study_of(wrong)
 
 
-def test_two_arms_of_a_file_have_two_names(tmp_path, monkeypatch):
-    monkeypatch.setattr("study.arms.FOLDER", tmp_path)
-    (tmp_path / "mine.yaml").write_text('claim: x\nsource: x\nlimits: x\narms:\n  a: ["norm.kind=layernorm,rmsnorm"]\n')
+def test_two_arms_of_a_study_have_two_names():
     with pytest.raises(ConfigError, match="a: two arms have this name"):
-        study_of(["study=mine"])
+        study_of(['+compare.arms={a:["norm.kind=layernorm,rmsnorm"]}'])

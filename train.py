@@ -29,14 +29,14 @@ from sample import continue_text, encode_prompt
 from training import export
 from training.build import build
 from training.checkpoint import Saver, TrainState
-from training.command import job, start
+from training.command import start
 from training.distributed import ALONE, World, without_reduction
 from training.interrupt import Interrupt, Stopped
 from training.metrics import Metrics, quantities
 from training.profile import UNTIMED, profiled
 from training.run import Run, Summary
 from training.sharding import full_tensor, is_sharded
-from training.start import facts
+from training.start import facts, job
 from training.step import MixedPrecision, allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
 
 

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 import configs
 from ablation.arms import switched
-from configs import Config, ConfigError, keys, machine, rules
+from configs import Config, ConfigError, compose, keys, machine, rules
 from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch, WandbMode
 from measure.comparison import AGAIN, FUSED, NANOGPT, TORCH
 from measure.tables import label
@@ -78,11 +78,11 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
     """
-    swept = set(configs.swept(arguments))
+    swept = set(compose.swept(arguments))
     if "folder" in swept:
         raise ConfigError("folder has several values, and an ablation has one folder. Name one.")
     found: list[Variant] = []
-    for job in configs.jobs(arguments):
+    for job in compose.jobs(arguments):
         check_ablation(job)
         cfg = configs.compose_only(job, "ablate")
         on = machine.inspect(cfg.device)
@@ -99,7 +99,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         if not found[-1].modes:
             raise ConfigError("ablate.eager=false: leaves nothing to time. Use ablate.compile=true, with fused among the arms.")
     used = [switched(one.cfg, arm) for one in found for arm in one.cfg.ablate.arms if arm != NANOGPT]
-    rules.check_given(configs.given(arguments), used, "ablate.py")
+    rules.check_given(compose.given(arguments), used, "ablate.py")
     for variant in found:
         for arm, why in variant.refused.items():
             if variant.subject == TORCH or all(arm in other.refused for other in found):

@@ -9,22 +9,8 @@ machine       what the rules need to know about this machine
 command_line  how a program ends with an error of its command
 """
 
-from configs.compose import (
-    compose_only,
-    composed,
-    from_dict,
-    given,
-    jobs,
-    load,
-    parse,
-    read_yaml,
-    swept,
-    to_dict,
-    to_yaml,
-    typed,
-)
+from configs.compose import compose_only, from_dict, load, read_yaml, to_dict, to_yaml
 from configs.keys import ConfigError
 from configs.schema import Config
 
-__all__ = ["Config", "ConfigError", "compose_only", "composed", "from_dict", "given", "jobs", "load", "parse"]
-__all__ += ["read_yaml", "swept", "to_dict", "to_yaml", "typed"]
+__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "load", "read_yaml", "to_dict", "to_yaml"]

@@ -89,12 +89,8 @@ class NormConfig:
     placement: Placement = key(Placement.pre, "where norms stand; all but pre need sequential blocks", "weights")
     weight: NormWeight = key(NormWeight.ones, "the norms' weights", "weights")
     alpha: float = key(0.5, "α at the start; both papers start at 0.5", "results", only="kind=dyt,derf", above=0)
-    eps: float = key(
-        1e-5, "added to variance or mean square", "weights", only="kind=layernorm,rmsnorm | model.qk_norm=true", above=0
-    )
-    dropout_masks: DropoutMasks = key(
-        DropoutMasks.native, "where dropout masks come from", "speed", only="impl=torch,compiled model.dropout!=0"
-    )
+    eps: float = key(1e-5, "added to the mean square", "weights", only="kind=layernorm,rmsnorm | model.qk_norm=true", above=0)
+    dropout_masks: DropoutMasks = key(DropoutMasks.native, "their source", "speed", only="impl=torch,compiled model.dropout!=0")
 
 
 class Activation(Choice):
@@ -150,9 +146,7 @@ class ModelConfig:
     block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP", "weights")
     embedding_scale: EmbeddingScale | None = key(None, "factor of the embeddings; null: 1", "weights")
     residual_scale: ResidualScale | None = key(None, "factor of the stream at each add; null: 1", "weights")
-    residual_dtype: ResidualDtype = key(
-        ResidualDtype.fp32, "dtype of the residual stream", "results", only="train.precision!=fp32"
-    )
+    residual_dtype: ResidualDtype = key(ResidualDtype.fp32, "dtype of the stream", "results", only="train.precision!=fp32")
 
     @property
     def size(self) -> str:
@@ -198,9 +192,7 @@ class DataConfig:
     val_split: str | None = key(None, "the split to validate on; null: hold out val_fraction", "results", only="source=hub")
     streaming: bool = key(False, "read while tokenising and keep no raw files", "results", only="source=hub")
     max_documents: int | None = key(None, "most documents read from each split; null: all", "results", at_least=1)
-    val_fraction: float = key(
-        0.1, "share of bytes held out: documents, or the end of one", "results", only="val_split=null", above=0, below=1
-    )
+    val_fraction: float = key(0.1, "share of bytes held out", "results", only="val_split=null", above=0, below=1)
     cache_dir: str = key(".cache/prenorm", "folder of tokenizers and tokenised corpora", "nothing")
 
     @property
@@ -240,9 +232,7 @@ class OptimConfig:
 
     kind: OptimKind = key(OptimKind.adamw, "optimizer", "results")
     lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", "results", above=0)
-    min_lr: float | None = key(
-        None, "learning rate at the end; null: a tenth of lr", "results", only="schedule=cosine,wsd", at_least=0
-    )
+    min_lr: float | None = key(None, "rate at the end; null: a tenth of lr", "results", only="schedule=cosine,wsd", at_least=0)
     schedule: Schedule = key(Schedule.cosine, "shape of the learning rate", "results")
     warmup_steps: int | None = key(None, "steps in which the rate rises to lr; null: steps / 20", "results", at_least=0)
     decay_fraction: float = key(0.2, "share of steps with a falling rate", "results", only="schedule=wsd", above=0, at_most=1)
@@ -274,9 +264,7 @@ class TrainConfig:
     accumulation: int = key(1, "micro-batches per optimizer step on each rank", "results", at_least=1)
     precision: Precision = key(Precision.auto, "dtype of matrix products; weights and optimizer are fp32", "results")
     compile: bool = key(False, "torch.compile(fullgraph=True)", "speed")
-    compile_mode: str = key(
-        "default", "or reduce-overhead, max-autotune, max-autotune-no-cudagraphs", "speed", only="compile=true parallel!=fsdp"
-    )
+    compile_mode: str = key("default", f"or {', '.join(COMPILE_MODES[1:])}", "speed", only="compile=true parallel!=fsdp")
     recompute: bool = key(False, "compute blocks again in backward: less memory, slower", "speed")
 
 
@@ -302,9 +290,7 @@ class SampleConfig:
     tokens: int = key(200, "tokens of the sample; 0: no sample", "nothing", at_least=0)
     prompt: str = key("\n", "text that the sample continues", "nothing", only="tokens!=0")
     temperature: float = key(0.8, "divides the logits; 0: the likeliest token", "nothing", only="tokens!=0", at_least=0)
-    top_k: int | None = key(
-        200, "from the k likeliest tokens; null: all", "nothing", only="tokens!=0 temperature!=0", at_least=1
-    )
+    top_k: int | None = key(200, "of the k likeliest; null: of all", "nothing", only="tokens!=0 temperature!=0", at_least=1)
 
 
 class WandbMode(Choice):
@@ -321,20 +307,14 @@ class WithoutKey(Choice):
 @dataclass
 class LoggingConfig:
     wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline", "nothing")
-    without_key: WithoutKey = key(
-        WithoutKey.offline, "mode if online has no API key or no answer", "nothing", only="wandb=null,online"
-    )
+    without_key: WithoutKey = key(WithoutKey.offline, "mode without a key or an answer", "nothing", only="wandb=null,online")
     project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm", "nothing", only="wandb!=disabled")
     entity: str | None = key(
-        None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key", "nothing", only="wandb!=disabled"
+        None, "W&B user or team; null: WANDB_ENTITY, or of the key", "nothing", only="wandb!=disabled"
     )
-    group: str | None = key(
-        None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep", "nothing", only="wandb!=disabled"
-    )
+    group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the sweep's folder", "nothing", only="wandb!=disabled")
     name: str | None = key(None, "W&B name, and end of the folder's; null: WANDB_NAME, or the folder's name", "nothing")
-    tags: list[str] | None = key(
-        None, "W&B tags beside norm.impl and norm.kind; null: WANDB_TAGS, or none", "nothing", only="wandb!=disabled"
-    )
+    tags: list[str] | None = key(None, "W&B tags; null: WANDB_TAGS, or none", "nothing", only="wandb!=disabled")
     every: int = key(10, "steps between lines of metrics", "speed", at_least=1)
 
 
@@ -412,7 +392,5 @@ class Config:
     profile: bool = key(False, "trace a few steps and tell where their time goes", "nothing")
     folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. If it has a run: NAME_2", "nothing")
     resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: with a run or checkpoint", "nothing")
-    resume_with_changes: bool = key(
-        False, "resume although keys differ that change the results", "nothing", only="resume!=never"
-    )
+    resume_with_changes: bool = key(False, "resume although results change", "nothing", only="resume!=never")
     init_from: str | None = key(None, "initial weights: PATH of a run, GPT-2 or Llama, or Hub's owner/name", "results")

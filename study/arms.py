@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import configs
-from configs import Config, ConfigError, keys, machine, rules
+from configs import Config, ConfigError, compose, keys, machine, rules
 from configs.schema import CUDA_GRAPHS, Parallel, Precision
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
@@ -71,17 +71,17 @@ def study_of(arguments: Sequence[str]) -> Study:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key that a comparison has no use for.
     """
-    whole = configs.composed([one for one in arguments if not configs.swept([one])], "compare")
-    shared, found = configs.typed(whole).compare, whole.hydra.sweeper.params
+    whole = compose.composed([one for one in arguments if not compose.swept([one])], "compare")
+    shared, found = compose.typed(whole).compare, whole.hydra.sweeper.params
     # of a key that comes twice, the last
-    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*_texts(found), *arguments])}
+    parsed = {one.get_key_element(): str(one.input_line) for one in compose.parse([*_texts(found), *arguments])}
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
-    swept = set(configs.swept(list(parsed.values())))
+    swept = set(compose.swept(list(parsed.values())))
     if unswept := swept & {"folder", "resume"}:
         raise ConfigError(f"{min(unswept)}: a comparison has one. Give it one value.")
     arms: dict[str, Config] = {}
     for name, more in (shared.arms or {"": []}).items():
-        for job in configs.jobs([*parsed.values(), *more]):
+        for job in compose.jobs([*parsed.values(), *more]):
             label = " ".join([*([name] if name else []), *(text for text in job if text.partition("=")[0] in swept)])
             label = label or "this configuration"
             if arms.setdefault(label, cfg := configs.compose_only(job, "compare")) != cfg:
@@ -89,7 +89,7 @@ def study_of(arguments: Sequence[str]) -> Study:
     words = {name: text for name in WORDS if (text := getattr(shared, name))}
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]
-    rules.check_given(configs.given(arguments), list(arms.values()), "compare.py")
+    rules.check_given(compose.given(arguments), list(arms.values()), "compare.py")
     return _checked(Study(made, rates or [first.optim.lr], seeds or [first.seed], words))
 
 
@@ -100,7 +100,7 @@ def _texts(params: Mapping[str, Any]) -> list[str]:
 
 def _values(key: str, override: str | None) -> list[Any]:
     """The values of an override, each once; none without an override."""
-    texts = [text for job in configs.jobs([override]) for text in job] if override else []
+    texts = [text for job in compose.jobs([override]) for text in job] if override else []
     return list(dict.fromkeys(attrgetter(key)(configs.from_dict({}, [text])) for text in texts))
 
 

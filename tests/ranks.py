@@ -18,8 +18,8 @@ from tests.forks import processes
 from tests.runs import no_space, read_json
 from training import checkpoint, distributed
 from training import metrics as training_metrics
-from training.command import find_start
 from training.run import open_run
+from training.start import find_start
 
 
 def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[int]) -> list[dict]:

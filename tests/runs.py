@@ -20,8 +20,8 @@ from configs.keys import GROUPS
 from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
 from training import checkpoint
-from training.command import find_start
 from training.run import open_run
+from training.start import find_start
 from training.step import MixedPrecision
 from training.storage import read_metrics
 

@@ -46,7 +46,7 @@ def test_a_sweep_is_a_run_for_each_combination_in_its_folder_and_in_one_wandb_gr
     assert "(in the job " in done.stderr and "[sweep] 1/4: " in done.stdout
     folders = run_folders(cwd)
     assert [folder.name for folder in folders] == [
-        f"{i}_sample.prompt-the_norm.impl-{of}" for i, of in ((2, "fused"), (3, "torch"))
+        f"{i}_norm.impl-{of}_sample.prompt-the" for i, of in ((2, "fused"), (3, "torch"))
     ]
     [parent] = {folder.parent for folder in folders}
     assert parent.parent == cwd / "runs" and re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_sweep", parent.name)
@@ -74,6 +74,26 @@ def test_a_mistake_is_one_message_code_2_and_no_folder(tiny, trained, tmp_path, 
     overrides = [] if "resume" in arguments[0] else tiny
     assert message in train([*overrides, *arguments], tmp_path, code=2, WANDB_MODE="foo").stderr
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_hydras_folders_are_those_of_runs_and_a_taken_one_stays_as_it_is(tiny, tmp_path):
+    """And a user's own experiment."""
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  steps: 2\n")
+    own = [
+        *(key for key in tiny if not key.startswith("train.steps")),
+        "--config-dir",
+        str(tmp_path / "own"),
+        "experiment=mine",
+    ]
+    train([*own, "hydra.sweep.dir=all", "-m", "optim.warmup_steps=0", "seed=1,2"], tmp_path)
+    taken = tmp_path / "all" / "0_seed-1"
+    before = {path.name: path.read_bytes() for path in taken.iterdir() if path.is_file()}
+    done = train([*own, f"hydra.run.dir={taken}", "optim.warmup_steps=0"], tmp_path)
+    assert "has another run already, so this one is kept in all/0_seed-1_2." in done.stdout
+    assert before == {path.name: path.read_bytes() for path in taken.iterdir() if path.is_file()}
+    assert [logged(folder) for folder in sorted((tmp_path / "all").glob("*_seed*"))] == [2, 2, 2]
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {"0_seed-1", "0_seed-1_2", "1_seed-2", "multirun.yaml"}
 
 
 def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, tmp_path):

@@ -4,40 +4,40 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from torch.distributed.elastic.multiprocessing.errors import record
 
-import configs
 from configs import Config, ConfigError, command_line, compose, keys, machine, rules
 from configs.machine import Machine
 from measure.environment import environment
-from training import tracking
 from training.distributed import World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
-from training.metrics import NonFiniteError
-from training.run import Run, Summary, open_run
-from training.start import find_start
-from training.step import set_deterministic
-from training.storage import StorageError, relative
+from training.run import Run, Summary
+from training.storage import StorageError
 
 Train = Callable[[Config, Run, Machine, World], Summary]
-world = cache(join)  # the place of this process among those of torchrun
+
+
+@cache
+def world() -> World:
+    """The place of this process among those of torchrun."""
+    return join()
 
 
 # ---- a process ---------------------------------------------------------------------------------------------------------------
 
 
 class Failed(Exception):
-    """A job of a sweep has failed, and said why. The others still run."""
+    """A job of a sweep has failed with an exit code, and said why. The others still run."""
+
+
+class Ended(SystemExit):
+    """A run that is alone has failed with an exit code, and said why, on all ranks."""
 
 
 _codes: list[int] = []  # exit codes of jobs of this process
@@ -81,7 +81,7 @@ def start(task: Callable[[], object], arguments: Sequence[str] | None = None, st
     except StorageError as error:
         print(f"stopped: {error}", file=sys.stderr)
         code = 1
-    except Failed as error:
+    except (Failed, Ended) as error:
         code = error.args[0]
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
@@ -90,10 +90,10 @@ def start(task: Callable[[], object], arguments: Sequence[str] | None = None, st
         code = 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # a number
         if stopped:
             print(stopped(), file=sys.stderr)
-    except SystemExit as end:
-        if end.code == 1 or isinstance(end.code, str):
+    except SystemExit as stop:
+        if stop.code == 1 or isinstance(stop.code, str):
             raise  # an exception on this rank alone: it waits for nobody, and torchrun ends the other ranks
-        code = end.code or 0
+        code = stop.code or 0
     finally:
         os.environ["HYDRA_FULL_ERROR"] = before
     code = max(code, *_codes, 0)
@@ -129,12 +129,12 @@ class Check(Callback):
         def act() -> None:
             arguments = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
             arguments += list(config.hydra.overrides.task)
-            fixed = set(configs.given(arguments)) - set(configs.swept(arguments))
+            fixed = set(compose.given(arguments)) - set(compose.swept(arguments))
             config.hydra.overrides.hydra.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]")
             if config.hydra.sweeper._target_.endswith(".BasicSweeper"):
-                jobs = configs.jobs(arguments)
+                jobs = compose.jobs(arguments)
                 Check.jobs = len(jobs)
-                check(jobs, [configs.composed(job, config.hydra.job.config_name) for job in jobs])
+                check(jobs, [compose.composed(job, config.hydra.job.config_name) for job in jobs])
 
         _or_exit(act)
 
@@ -147,15 +147,15 @@ def check(jobs: list[list[str]], composed: list[DictConfig]) -> None:
     begun = []
     for job, found in zip(jobs, composed, strict=True):
         try:
-            configs.parse(job)
-            cfg = configs.typed(found)
+            compose.parse(job)
+            cfg = compose.typed(found)
             if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
                 rules.check(cfg, machine.inspect(cfg.device))
                 begun.append(cfg)
         except ConfigError as error:
             raise ConfigError(f"{error}\n(in the job {' '.join(job)})") if len(jobs) > 1 else error from None
     if begun:
-        rules.check_given([name for job in jobs for name in configs.given(job)], begun, "train.py")
+        rules.check_given([name for job in jobs for name in compose.given(job)], begun, "train.py")
 
 
 def _or_exit(act: Callable[[], None]) -> None:
@@ -173,7 +173,7 @@ def _folder(name: str, *, _root_: DictConfig) -> str:
 
 
 def _name(*, _root_: DictConfig) -> str:
-    return run_name(configs.typed(_root_), str(_root_.hydra.runtime.choices.model))
+    return run_name(compose.typed(_root_), str(_root_.hydra.runtime.choices.model))
 
 
 def run_name(cfg: Config, model: str) -> str:
@@ -193,7 +193,7 @@ def safe(name: str) -> str:
 
 def _keys(section: str = "", *, _root_: DictConfig) -> str:
     """For the template of Hydra's help, in which $ has a meaning."""
-    return keys.describe(configs.typed(_root_), section).strip("\n").replace("$", "$$")
+    return keys.describe(compose.typed(_root_), section).strip("\n").replace("$", "$$")
 
 
 @cache
@@ -206,67 +206,3 @@ OmegaConf.register_new_resolver("prenorm.folder", _folder)
 OmegaConf.register_new_resolver("prenorm.name", _name)
 OmegaConf.register_new_resolver("prenorm.safe", safe)
 OmegaConf.register_new_resolver("prenorm.keys", _keys)
-
-
-# ---- the task ----------------------------------------------------------------------------------------------------------------
-
-
-@record  # torchrun's report of a rank that failed then has the traceback
-def job(train: Train, composed: DictConfig) -> float | None:
-    """Makes the run of a config that Hydra composed, in the folder that Hydra names, with `train`.
-
-    Returns:
-        Its last validation loss, which a sweeper may minimise.
-
-    Raises:
-        Failed, SystemExit: in a sweep or not, with the exit code; why has been printed.
-    """
-    now = HydraConfig.get()
-    sweep, overrides, folder = now.mode is RunMode.MULTIRUN, list(now.overrides.task), Path(now.runtime.output_dir)
-    use_one_thread()  # a launcher may have started this process
-    if sweep and world().leads:
-        show(f"[sweep] {now.job.num + 1}/{Check.jobs or '?'}: {' '.join(overrides)}")
-    try:
-        return _run(train, configs.typed(composed), Path(relative(folder)), overrides, sweep)
-    except (NonFiniteError, StorageError) as error:
-        if world().leads:
-            show(f"stopped: {error}", sys.stderr)
-            command_line.record_for_torchrun(error)
-        if sweep and world().size > 1 and isinstance(error, StorageError):
-            # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
-            raise SystemExit(1) from None
-        code = 1
-    except torch.OutOfMemoryError as error:
-        if world().size > 1:
-            raise
-        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
-        show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
-        code = 1
-    except ConfigError as error:
-        told = ConfigError(f"{error}\n(in the job {' '.join(overrides)})") if sweep else error
-        code = command_line.refuse(told) if world().leads else command_line.EXIT_CODE
-    finally:
-        with suppress(OSError):  # Hydra made it; a run has files in it
-            folder.rmdir()
-    _codes.append(code)
-    raise Failed(code) if sweep else SystemExit(code)
-
-
-def _run(train: Train, cfg: Config, folder: Path, overrides: list[str], sweep: bool) -> float | None:
-    named = any(text.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for text in HydraConfig.get().overrides.hydra)
-    chosen = bool(cfg.folder) or named or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
-    origin = world().on_first(lambda: find_start(cfg, folder, overrides, chosen=chosen))
-    if origin.finished and origin.stored:
-        if world().leads:
-            show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
-        return origin.stored.state["validation"]["loss"]
-    with world().shared_errors():
-        inspected = machine.inspect(origin.cfg.device)
-        rules.check(origin.cfg, inspected)
-        tracking.with_defaults(origin.cfg.logging)
-    set_deterministic(origin.cfg.deterministic)
-    with open_run(origin, torch.device(inspected.device), folder.parent.name if sweep else None, world()) as run:
-        summary = train(origin.cfg, run, inspected, world())
-    if world().leads:
-        show(str(summary))
-    return summary.final.loss

@@ -1,4 +1,4 @@
-"""Where the run of a command begins, and the facts that it prints first.
+"""The run of a command: the task that train.py gives Hydra, where the run begins, and the facts that it prints first.
 
 resume=never   a new run
 resume=auto    resumes in the folder that the command names, from its newest whole checkpoint; a new run if there is none.
@@ -7,21 +7,95 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
                a new folder
 """
 
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import configs
 import ops
-from configs import Config, ConfigError, command_line, keys, rules
+from configs import Config, ConfigError, command_line, compose, keys, machine, rules
+from configs.machine import Machine
 from configs.schema import NormImpl, Parallel, Precision, Schedule
 from data import Corpus, identity
-from training import checkpoint, storage
+from training import checkpoint, storage, tracking
+from training.command import Check, Ended, Failed, end, use_one_thread, world
 from training.distributed import ALONE, World
-from training.run import Start
-from training.step import MixedPrecision
-from training.storage import relative
+from training.interrupt import show
+from training.metrics import NonFiniteError
+from training.run import Run, Start, Summary, open_run
+from training.step import MixedPrecision, set_deterministic
+from training.storage import StorageError, relative
+
+Train = Callable[[Config, Run, Machine, World], Summary]
+
+
+@record  # torchrun's report of a rank that failed then has the traceback
+def job(train: Train, composed: DictConfig) -> float | None:
+    """Makes the run of a config that Hydra composed, in the folder that Hydra names, with `train`.
+
+    Returns:
+        Its last validation loss, which a sweeper may minimise.
+
+    Raises:
+        Failed, Ended: in a sweep or not; why has been printed.
+    """
+    now = HydraConfig.get()
+    sweep, overrides, folder = now.mode is RunMode.MULTIRUN, list(now.overrides.task), Path(now.runtime.output_dir)
+    use_one_thread()  # a launcher may have started this process
+    if sweep and world().leads:
+        show(f"[sweep] {now.job.num + 1}/{Check.jobs or '?'}: {' '.join(overrides)}")
+    try:
+        return _run(train, compose.typed(composed), Path(relative(folder)), overrides, sweep)
+    except (NonFiniteError, StorageError) as error:
+        if world().leads:
+            show(f"stopped: {error}", sys.stderr)
+            command_line.record_for_torchrun(error)
+        if sweep and world().size > 1 and isinstance(error, StorageError):
+            # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
+            raise SystemExit(1) from None
+        code = 1
+    except torch.OutOfMemoryError as error:
+        if world().size > 1:
+            raise
+        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
+        show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
+        code = 1
+    except ConfigError as error:
+        told = ConfigError(f"{error}\n(in the job {' '.join(overrides)})") if sweep else error
+        code = command_line.refuse(told) if world().leads else command_line.EXIT_CODE
+    finally:
+        with suppress(OSError):  # Hydra made it; a run has files in it
+            folder.rmdir()
+    end(code)
+    raise Failed(code) if sweep else Ended(code)
+
+
+def _run(train: Train, cfg: Config, folder: Path, overrides: list[str], sweep: bool) -> float | None:
+    named = any(text.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for text in HydraConfig.get().overrides.hydra)
+    chosen = bool(cfg.folder) or named or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
+    origin = world().on_first(lambda: find_start(cfg, folder, overrides, chosen=chosen))
+    if origin.finished and origin.stored:
+        if world().leads:
+            show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
+        return origin.stored.state["validation"]["loss"]
+    with world().shared_errors():
+        inspected = machine.inspect(origin.cfg.device)
+        rules.check(origin.cfg, inspected)
+        tracking.with_defaults(origin.cfg.logging)
+    set_deterministic(origin.cfg.deterministic)
+    with open_run(origin, torch.device(inspected.device), folder.parent.name if sweep else None, world()) as run:
+        summary = train(origin.cfg, run, inspected, world())
+    if world().leads:
+        show(str(summary))
+    return summary.final.loss
 
 
 @command_line.as_config_errors()
@@ -61,7 +135,7 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     before = stored.cfg
     if not auto:  # an earlier command's resume_with_changes does not count for this one
         cfg = configs.from_dict(stored.state["config"] | {"resume_with_changes": False}, overrides)
-        rules.check_given(configs.given(overrides), [cfg], "train.py")
+        rules.check_given(compose.given(overrides), [cfg], "train.py")
     if cfg.train.precision is Precision.auto:  # another device would choose another dtype
         cfg.train.precision = before.train.precision
     finished = auto and Start(cfg, run, stored, in_place=True).finished

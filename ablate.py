@@ -63,7 +63,8 @@ _folders: list[Path] = []  # of this process' ablation
 
 
 @hydra.main(config_path=str(keys.FOLDER), config_name="ablate", version_base=None)
-def task(arguments: list[str], wanted: Path) -> None:
+def task(asked: tuple[list[str], Path]) -> None:
+    arguments, wanted = asked
     variants = variants_of(arguments)
     works = [prepare(variant) for variant in variants]
     folder, cycles = place(variants, wanted)

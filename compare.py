@@ -86,7 +86,8 @@ _folders: list[Path] = []  # of this process' study
 
 
 @hydra.main(config_path=str(keys.FOLDER), config_name="compare", version_base=None)
-def task(arguments: list[str], wanted: Path) -> None:
+def task(asked: tuple[list[str], Path]) -> None:
+    arguments, wanted = asked
     study = study_of(arguments)
     folder = wanted if study.cfg.resume == "auto" and (wanted / "study.json").is_file() else claim(wanted)
     _folders.append(folder)

@@ -309,9 +309,7 @@ class LoggingConfig:
     wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline", "nothing")
     without_key: WithoutKey = key(WithoutKey.offline, "mode without a key or an answer", "nothing", only="wandb=null,online")
     project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm", "nothing", only="wandb!=disabled")
-    entity: str | None = key(
-        None, "W&B user or team; null: WANDB_ENTITY, or of the key", "nothing", only="wandb!=disabled"
-    )
+    entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or of the key", "nothing", only="wandb!=disabled")
     group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the sweep's folder", "nothing", only="wandb!=disabled")
     name: str | None = key(None, "W&B name, and end of the folder's; null: WANDB_NAME, or the folder's name", "nothing")
     tags: list[str] | None = key(None, "W&B tags; null: WANDB_TAGS, or none", "nothing", only="wandb!=disabled")

@@ -9,8 +9,7 @@ from omegaconf import DictConfig
 
 
 class Together(Sweeper):
-    """Calls the program once, with the overrides of its command as they were given, those that sweep with all their values, and
-    with hydra.sweep.dir.
+    """Calls the program once, with the overrides of its command, those that sweep with all their values, and hydra.sweep.dir.
 
     Args:
         params: overrides of a config, such as a study, which the program reads.
@@ -21,7 +20,7 @@ class Together(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context = config, hydra_context
-        self._program: Any = task_function
+        self._program, self._folder = task_function, Path(config.hydra.sweep.dir)
 
     def sweep(self, arguments: list[str]) -> Any:
-        return self._program(arguments, Path(self.config.hydra.sweep.dir))
+        return self._program((arguments, self._folder))

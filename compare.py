@@ -3,7 +3,7 @@
 python compare.py norm.kind=layernorm,rmsnorm optim.lr=1e-3,3e-3,1e-2 seed=1,2,3 train.steps=300
 python compare.py study=qk_norm                    a study of configs/study/; study=PATH.yaml for your own
 python compare.py study=qk_norm seed=1,2,3,4,5     its keys can be overridden
-python compare.py folder=runs/NAME resume=auto ... goes on with a study that was stopped
+python compare.py folder=runs/NAME resume=auto ... goes on with a study that was stopped, or lets it grow: by seeds, rates, arms
 python compare.py --help                           the keys it has of its own, and the studies
 
 An arm is one combination of the swept keys, but for optim.lr and seed. docs/compare.md says how to read the report.
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
@@ -26,15 +27,17 @@ import torch
 import yaml
 
 import configs
-from configs import ConfigError, command_line, machine
+from configs import ConfigError, command_line, keys, machine
 from data import load_corpus
 from measure import tables
 from measure.environment import environment
 from measure.progress import progress
+from measure.sources import fingerprints
 from study import report, tracking
 from study.analysis import analyse
 from study.arms import FOLDER, Study, study_of
-from study.runs import train_all
+from study.plan import train_all
+from study.runs import read
 from training.command import own_keys, program
 from training.interrupt import show
 from training.step import MixedPrecision
@@ -52,33 +55,61 @@ def compare(study: Study, folder: Path, command: str) -> None:
     """
     began = time.monotonic()
     cfg = study.cfg
-    counts = {"arm": len(study.arms), "rate": len(study.rates), "seed": len(study.seeds)}
-    sizes = " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
-    show(f"{sizes}, and A/A with as many other seeds, in {relative(folder)}")
-    keep_facts(study, folder)
+    show(f"{study.sizes}, in {relative(folder)}")
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
+    machine_facts = environment(precision.device)
+    made_with = keep_facts(study, folder, machine_facts)
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-    with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:
-        found = train_all(study, precision, corpus, folder / "runs.jsonl", bar.update)
+    with progress(None, "compare", "run") as bar:
+        found = train_all(study, precision, corpus, folder / "runs.jsonl", made_with, bar.update)
     with as_storage_errors(folder):
         facts = {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1), "command": command}
         made = analyse(study, found)
-        report.write(made, study, found, environment(precision.device) | facts, folder)
+        revisions = {one.get("revision", "not kept") for one in found.made}
+        facts |= {"revisions": ", ".join(sorted(revisions))} if len(revisions) > 1 else {}
+        report.write(made, study, found, machine_facts | facts, folder)
     show(tables.aligned(*report.table(made)))
     show(f"report: {relative(folder)}/report.md")
     show(f"W&B: {tracking.log(study, made, found, folder)}")
 
 
-def keep_facts(study: Study, folder: Path) -> None:
-    """Keeps what the runs depend on, and refuses a folder with the runs of another study."""
-    path, facts = folder / "study.json", json.loads(json.dumps(study.facts))
-    if not path.is_file():
+def keep_facts(study: Study, folder: Path, machine_facts: dict[str, Any]) -> dict[str, str]:
+    """Keeps of what the arms are, and returns what each run says of code, versions and card.
+
+    Raises:
+        ConfigError: the folder has another arm of the same name, or runs of other code, versions or another card.
+    """
+    path, arms = folder / "study.json", json.loads(json.dumps(study.facts))
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for name in arms.keys() & before.keys():
+        if changed := [key for key in arms[name] | before[name] if arms[name].get(key) != before[name].get(key)]:
+            key = changed[0]
+            there, here = (keys.shown(of.get(key)) for of in (before[name], arms[name]))
+            raise ConfigError(
+                f"{key}={here}: {relative(folder)} has {name} with {key}={there}. A study grows by arms, rates and seeds; "
+                "for another one use another folder=PATH."
+            )
+    made = made_by(machine_facts)
+    for other in read(folder / "runs.jsonl").made:
+        if changed := [name for name in made if name != "revision" and other.get(name) != made[name]]:
+            told = "; ".join(f"{name} {made[name]}, there {other.get(name, 'not kept')}" for name in changed)
+            raise ConfigError(f"{relative(folder)} has runs of something else: {told}. Use another folder=PATH.")
+    if not before:
         replace_text(folder / "config.yaml", configs.to_yaml(study.cfg))
-        replace_text(path, json.dumps(facts, indent=1) + "\n")
-    elif (before := json.loads(path.read_text(encoding="utf-8"))) != facts:
-        changed = [name for name in facts if facts[name] != before.get(name)]
-        raise ConfigError(f"{relative(folder)} has another study: its {', '.join(changed)} differ. Use another folder=PATH.")
+    replace_text(path, json.dumps(before | arms, indent=1) + "\n")
+    return made
+
+
+def made_by(machine_facts: dict[str, Any]) -> dict[str, str]:
+    """What each run says of the code, the versions and the card that made it."""
+    git, gpu, versions = machine_facts["git"], machine_facts["gpu"], machine_facts["versions"]
+    return {
+        "revision": git["revision"][:12] + "+" * git["dirty"] if git else "unknown",
+        "card": gpu["name"] if gpu else "CPU",
+        **{name: versions[name] or "none" for name in ("torch", "triton")},
+        "step": fingerprints()["step"],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

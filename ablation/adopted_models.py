@@ -90,8 +90,8 @@ def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtyp
     return _with_norms(model, norms, by_formula)
 
 
-def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
-    """A copy whose norms sum in another order."""
+def reordered_copy(model: nn.Module, norms: Mapping[str, Formula], number: Callable[[], int]) -> nn.Module:
+    """A copy whose norms sum in another order: that of the number which `number` returns when they are called."""
 
     def reordered(module: nn.Module, formula: Formula, x: Tensor) -> Tensor:
         def norm(rows: Tensor, order: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
             clone.__dict__ |= vars(module) | {"_parameters": weights}
             return type(module).forward(clone, rows)
 
-        return in_another_order(norm, x)
+        return in_another_order(norm, x, number())
 
     return _with_norms(copy.deepcopy(model), norms, reordered)
 

@@ -31,7 +31,7 @@ from ablation.adopted_models import (
     reordered_copy,
     results_of,
 )
-from ablation.rounding import FEW, GROSS_FEW, LEVEL, Sums, sign_test, size_test
+from ablation.rounding import FEW, GROSS_FEW, LEVEL, ORDERS, Sums, order_spreads, sign_test, size_test
 from measure.clock import StepClock
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
 from measure.schedule import LEAD_IN, run_blocks
@@ -52,7 +52,7 @@ class Row:
     name: str  # output, loss, gradient of a parameter, row scale of a norm
     error: float  # rms(model_b − reference) / rms(reference), the worst of the batches
     ratio: float  # that error over what two runs of model_a in its precision differ by; near 1 or below where all is well
-    reordered: float  # the same of model_a with the sums of its norms in another order
+    reordered: float  # the same of model_a with the sums of its norms in other orders
     failure: str  # in words; empty if it holds
 
 
@@ -104,10 +104,10 @@ def check_parity(
     The reference is model_a in higher precision: fp64, or fp32 if the weights or autocast are bf16 or fp16. Its norms are
     computed from their formula. Compared are the output, the loss, every parameter's gradient, and the scale of every row of a
     norm's output. The expected error is measured: from model_a in its own precision, and from model_a with the sums of its
-    norms in another order. `ablation/parity.py` states the statistic; here batches take the place of seeds. The check fails if
+    norms in other orders. `ablation/parity.py` states the statistic; here batches take the place of seeds. The check fails if
     the mean error over the batches is more than ten times the expected one. (For a single number, such as the loss, rounding
     alone does that in one batch of 200.) With 4 batches or more it also fails if a t-test shows that the error is larger by
-    more than a quarter. 8 batches find an error of twice the size.
+    more than half of it and more than orders of sums differ. 8 batches find an error of twice the size.
 
     Both models are in evaluation mode, without dropout, unless there is a seed. bf16 hides mistakes that are smaller than a
     rounding step, so check in fp32 too.
@@ -132,7 +132,8 @@ def check_parity(
     dtypes = {p.dtype for p in model_a.parameters()} | ({autocast} if autocast else set())
     wide, exact = (torch.float64, "fp64") if dtypes <= {torch.float32, torch.float64} else (torch.float32, "fp32")
     norms = norms_of(model_a)
-    reference, reordered = exact_copy(model_a, norms, wide), reordered_copy(model_a, norms)
+    order = [0]
+    reference, reordered = exact_copy(model_a, norms, wide), reordered_copy(model_a, norms, lambda: order[0])
     judged: list[dict[str, Sums]] = []
     same_bits = not fused_norms(model_b)  # which without kernels may compute as model_a does
     run = partial(results_of, norms=norms, loss=loss or default_loss(), seed=seed)
@@ -146,14 +147,17 @@ def check_parity(
                 f"the dtype of its weights and to run in {exact}; copies in bfloat16 have a reference in fp32"
             )
             raise
-        b, c, d = (run(model, one, rows=rows, autocast=autocast) for model in (model_a, model_b, reordered))
+        b, c = (run(model, one, rows=rows, autocast=autocast) for model in (model_a, model_b))
+        others = []
+        for order[0] in range(ORDERS):
+            others.append(run(reordered, one, rows=rows, autocast=autocast))
         shapes = [[tuple(t.shape) for name, t in found.items() if name.startswith("output")] for found in (b, c)]
         if shapes[0] != shapes[1]:
             raise ValueError(f"check_parity: model_a returns float tensors of shapes {shapes[0]}, model_b {shapes[1]}")
         _check_reference(a, b, exact)
-        sums = {name: Sums() for name in a if name in b and name in c and name in d}
+        sums = {name: Sums() for name in a if all(name in of for of in (b, c, *others))}
         for name, of in sums.items():
-            of.add(a[name], b[name], c[name], d[name])
+            of.add(a[name], b[name], c[name], *(d[name] for d in others))
             same_bits = same_bits and torch.equal(b[name], c[name])
         judged.append(sums)
     check = _judged(judged, ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)), exact)
@@ -178,12 +182,13 @@ def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor],
 def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -> ParityCheck:
     names = [name for name in batches[0] if all(name in sums for sums in batches)]
     level = LEVEL / (2 * len(names))
-    rows = []
-    for name in names:
-        distances = [sums[name].distances() for sums in batches]
-        # A lucky reordered run counts as an average one: a single number is often nearer to the reference than expected.
-        distances = [replace(one, reordered=max(one.reordered, 1.0)) for one in distances]
-        results = [size_test(name, distances, level, exact), sign_test(name, distances, level, over="batches")]
+    found = {name: [sums[name].distances() for sums in batches] for name in names}
+    orders, rows = order_spreads(found), []
+    for name, distances in found.items():
+        # Lucky reordered runs count as average ones: a single number is often nearer to the reference than expected.
+        lucky = [replace(one, reordered=[max(ratio, 1.0) for ratio in one.reordered]) for one in distances]
+        sign = sign_test(name, distances, level, over="batches")
+        results = [size_test(name, lucky, level, exact, orders[name]), sign]
         failed = [result.failure for result in results if not result.quantity.holds]
         size = results[0].quantity
         error = max(sums[name].errors()[1] for sums in batches)

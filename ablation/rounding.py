@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from measure.differences import Spread
 from measure.statistics import Interval, mean_interval, t_tail
 from ops.adopt.lazy import Lazy
 
 REFERENCE, REORDERED = "reference", "reordered"
-LEVEL = 0.01
-MARGIN = 1.25
+ORDERS = 4  # of sums, beside PyTorch's own
+LEVEL = 0.005
+MARGIN = 1.5
 BIAS = 0.1
 # A loss or a norm over two steps has a ratio of up to 6 by chance (40 seeds, a model of width 32, bf16); more steps have less.
 GROSS, GROSS_FEW = 30.0, 10.0
@@ -33,22 +35,27 @@ class Quantity:
 
     name: str  # loss, gradient norm, gradient of a layer, parameters
     tested: Interval  # the tested arm's error ratio: its distance from fp32 over the expected one; geometric mean over seeds
-    reordered: Interval  # the same of PyTorch's norms with another order of summation: what a legitimate change looks like
+    reordered: Interval  # the same of PyTorch's norms with other orders of summation: what a legitimate change looks like
     holds: bool
 
     @property
     def beside(self) -> str:
-        return f"torch with its sums in another order: {self.reordered.median:.2g} ×"
+        return f"torch with its sums in other orders: {self.reordered.median:.2g} ×"
 
 
 @dataclass(frozen=True)
 class Distances:
-    """One quantity at one seed; see the head of parity.py."""
+    """One quantity at one seed; see the head of parity.py. Lists have an entry for each other order of sums."""
 
     tested: float  # R_c
-    reordered: float  # R_d
+    reordered: list[float]  # R_d
     tested_shift: float  # S_c
-    reordered_shift: float  # S_d
+    reordered_shift: list[float]  # S_d
+
+    @property
+    def typical(self) -> float:
+        """The root of the mean square of R_d."""
+        return math.sqrt(sum(x * x for x in self.reordered) / len(self.reordered))
 
 
 @dataclass(frozen=True)
@@ -63,28 +70,34 @@ class Sums:
 
     def __init__(self) -> None:
         self.elements = 0
-        self.squares = np.zeros(5)  # of a, b − a, c − a, d − a, d − b
-        self.shifts = np.zeros(2)  # ⟨c − b, a⟩, ⟨d − b, a⟩
+        self.sizes = np.zeros(3)  # of squares of a, b − a, c − a
+        self.shift = 0.0  # ⟨c − b, a⟩
+        self.orders: np.ndarray = np.zeros((0, 3))  # for each d the squares of d − a and d − b, and ⟨d − b, a⟩
 
-    def add(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
-        a, b, c, d = (x.detach().to(a.device).double().flatten() for x in (a, b, c, d))
+    def add(self, a: Tensor, b: Tensor, c: Tensor, *others: Tensor) -> None:
+        a, b, c, *orders = (x.detach().to(a.device).double().flatten() for x in (a, b, c, *others))
         self.elements += a.numel()
-        self.squares += [float(x.dot(x)) for x in (a, b - a, c - a, d - a, d - b)]
-        self.shifts += [float(x.dot(a)) for x in (c - b, d - b)]
+        self.sizes += [float(x.dot(x)) for x in (a, b - a, c - a)]
+        self.shift += float((c - b).dot(a))
+        of_orders = np.array([[float(x.dot(y)) for x, y in ((d - a, d - a), (d - b, d - b), (d - b, a))] for d in orders])
+        self.orders = self.orders + of_orders if len(self.orders) else of_orders
 
     def distances(self) -> Distances:
-        size, torch_, tested, reordered, order = np.sqrt(self.squares / self.elements)
+        size, torch_, tested = np.sqrt(self.sizes / self.elements)
+        reordered, order = np.sqrt(self.orders[:, :2] / self.elements).T
         # No correct program need be nearer than one unit in the last place of fp32: two that differ by less are as good as the
         # same bits, which a run may well have, and whose distance of 0 would have no logarithm.
         unit = float(size) * torch.finfo(torch.float32).eps + 1e-30
-        expected = max(math.hypot(torch_, order), unit)
-        ratios = (max(tested, unit) / expected, max(reordered, unit) / expected)
-        shifts = self.shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
-        return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
+        expected = max(math.sqrt(torch_**2 + (order**2).mean()), unit)
+        ratios = np.maximum([tested, *reordered], unit) / expected
+        shifts = np.array([self.shift, *self.orders[:, 2]]) / self.elements / max(size, 1e-30)
+        shifts /= max(expected, unit / BIAS)  # none is held to less here either
+        (c, *d), (shift, *others) = ([_finite(float(x)) for x in of] for of in (ratios, shifts))
+        return Distances(c, d, shift, others)
 
     def errors(self) -> list[float]:
-        """rms(x − a) / rms(a) of the arms x = b, c, d, with a the reference."""
-        return [_finite(float(error)) for error in np.sqrt(self.squares[1:4] / max(self.squares[0], 1e-300))]
+        """rms(x − a) / rms(a) of the arms x = b, c, with a the reference."""
+        return [_finite(float(error)) for error in np.sqrt(self.sizes[1:] / max(self.sizes[0], 1e-300))]
 
 
 @contextmanager
@@ -118,27 +131,42 @@ def row_scales(
             hook.remove()
 
 
-def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
-    """Whether the tested arm is farther from the reference, in `exact`, than another order of sums explains."""
-    tested, reordered = np.log([(one.tested, one.reordered) for one in seeds]).T
-    excess = tested - reordered
+def order_spreads(quantities: Mapping[str, Sequence[Distances]]) -> dict[str, Spread]:
+    """How far legitimate orders of sums are apart in log R, a mean over seeds: by quantity the variance between orders, pooled
+    over the quantities of its kind."""
+    variances: dict[str, list[float]] = {}
+    kinds = {name: name.partition(" of ")[0] for name in quantities}
+    orders = min(len(seeds[0].reordered) for seeds in quantities.values())
+    for name, seeds in quantities.items():
+        means = np.log([one.reordered for one in seeds]).mean(axis=0)
+        variances.setdefault(kinds[name], []).append(float(means.var(ddof=1)))
+    of = {kind: Spread(float(np.mean(found)), len(found) * (orders - 1)) for kind, found in variances.items()}
+    return {name: of[kind] for name, kind in kinds.items()}
+
+
+def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str, orders: Spread) -> Result:
+    """Whether the tested arm is farther from the reference, in `exact`, than one more order of sums would be."""
+    tested, reordered = np.log([one.tested for one in seeds]), np.log([one.reordered for one in seeds])
+    excess = tested - np.log([one.typical for one in seeds])
     fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
     if len(seeds) > FEW:
-        fails = fails or _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
-    quantity = Quantity(name, _interval(tested, math.exp), _interval(reordered, math.exp), not bool(fails))
+        beyond = tested.mean() - reordered.mean() - math.log(MARGIN)
+        error = math.sqrt(orders.variance * (1 + 1 / reordered.shape[1]))
+        fails = fails or (t_tail(beyond / error, orders.degrees) < level if error else beyond > 0)
+    quantity = Quantity(name, _interval(tested, math.exp), _interval(reordered.mean(axis=1), math.exp), not bool(fails))
     failure = f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({quantity.beside})"
     return Result(quantity, float(excess.mean()), failure)
 
 
 def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds") -> Result:
     """Whether the tested arm is off in one direction over the seeds."""
-    tested, reordered = np.array([(one.tested_shift, one.reordered_shift) for one in seeds]).T
+    tested, reordered = (np.array([getattr(one, of) for one in seeds]) for of in ("tested_shift", "reordered_shift"))
     towards = tested * np.sign(tested.mean())
     fails = towards.mean() > GROSS_FEW or abs(tested).max() > GROSS
     if len(seeds) > FEW:
         deviation = max(towards.std(ddof=1), float(np.sqrt((reordered**2).mean())))
         fails = fails or _p_above(towards, BIAS, deviation) < level / 2
-    quantity = Quantity(f"{name}, shift", _interval(tested), _interval(reordered), not bool(fails))
+    quantity = Quantity(f"{name}, shift", _interval(tested), _interval(reordered.mean(axis=1)), not bool(fails))
     shift = f"{quantity.tested.median:+.2g} × what rounding explains ({quantity.beside})"
     # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
     excess = math.log(max(abs(float(tested.mean())), 1e-9)) - 100
@@ -164,19 +192,20 @@ def _finite(x: float) -> float:
     return LARGEST if math.isnan(x) else min(max(x, -LARGEST), LARGEST)
 
 
-def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor) -> Tensor:
+def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor, number: int) -> Tensor:
     """norm(r), with the rows and features of r shuffled before the norm and put back after it.
 
     Args:
         norm: called with rows [M, N] and the order int64 [N] in which their features stand, which its weights have to follow.
+        number: of the order.
     """
     rows = r.reshape(-1, r.shape[-1])
-    row_order, column_order = (shuffled(n, r.device) for n in rows.shape)
+    row_order, column_order = (shuffled(n, r.device, number) for n in rows.shape)
     y = norm(rows.index_select(0, row_order).index_select(1, column_order), column_order)
     return y.index_select(1, column_order.argsort()).index_select(0, row_order.argsort()).view(r.shape)
 
 
 @lru_cache
-def shuffled(n: int, device: torch.device) -> Tensor:
+def shuffled(n: int, device: torch.device, number: int) -> Tensor:
     """A fixed random order of n things, int64 [n]. A reversal would leave vector lanes with the same elements."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(n), device="cpu").to(device)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n + 1_000_003 * number), device="cpu").to(device)

@@ -344,6 +344,12 @@ class CompareConfig:
 
     baseline: str | None = key(None, "the arm that the others are compared with; null: the first", affects="nothing")
     diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", affects="nothing", above=0)
+    race_steps: int | None = key(
+        None, "steps after which two of three rates or more go on; 0: all do; null: steps / 10", affects="nothing", at_least=0
+    )
+    fresh: int = key(8, "seeds at an arm's best rate that did not choose it; 0: none", affects="nothing", at_least=0)
+    all_pairs: bool = key(False, "compare every arm with every other, not with the baseline alone", affects="nothing")
+    equal_time: bool = key(False, "run slower arms again with the steps they have time for", affects="nothing")
     probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", affects="nothing", at_least=0)
     timing_cycles: int | None = key(None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", affects="nothing", at_least=0)
 

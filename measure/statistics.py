@@ -61,7 +61,7 @@ def mean_interval(samples: Sequence[float] | np.ndarray) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def t_tail(t: float, degrees: int) -> float:
+def t_tail(t: float, degrees: float) -> float:
     """P(T > t) of Student's t."""
     return float(special.stdtr(degrees, -t))
 

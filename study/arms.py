@@ -13,6 +13,7 @@ import yaml
 import configs
 from configs import Config, ConfigError, keys, machine, rules
 from configs.schema import CUDA_GRAPHS, Parallel, Precision
+from measure.differences import LEAST_RUNS
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
 from model import GPT
@@ -20,6 +21,7 @@ from training.tracking import with_defaults
 
 RATE, SEED = "optim.lr", "seed"
 FOLDER = keys.FOLDER / "study"
+FRESH_SEEDS, AGAIN_SEEDS = 10_000, 20_000  # the first of those that study/plan.py takes; all below are for the command
 WORDS = ("claim", "source", "limits")  # of a file, beside its arguments and arms
 
 
@@ -42,6 +44,12 @@ class Arm:
         cfg.optim.lr, cfg.seed = rate, seed
         return cfg
 
+    def of_length(self, steps: int) -> "Arm":
+        """The same arm, with a schedule of so many steps."""
+        cfg = copy.deepcopy(self.cfg)
+        cfg.train.steps = steps
+        return Arm(self.name, cfg, self.fill)
+
 
 @dataclass(frozen=True)
 class Study:
@@ -61,12 +69,21 @@ class Study:
         return next((arm for arm in self.arms if arm.name == wanted), self.arms[0])
 
     @property
+    def sizes(self) -> str:
+        counts = {"arm": len(self.arms), "rate": len(self.rates), "seed": len(self.seeds)}
+        sizes = " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
+        fresh = f", then {self.cfg.compare.fresh} fresh seeds at the best rate" if len(self.rates) > 1 else ""
+        return f"{sizes}{fresh}, and A/A with as many"
+
+    @property
     def facts(self) -> dict[str, Any]:
-        """What has to agree where a study goes on."""
+        """By arm what has to agree where a study goes on, or grows."""
         affecting = {*keys.affecting("weights", "results", "speed"), "compare.diverged", "compare.probe_every", "eval.every"}
         of = {arm.name: flat(configs.to_dict(arm.cfg)) for arm in self.arms}
-        arms = {name: {key: value for key, value in every.items() if key in affecting} for name, every in of.items()}
-        return {"rates": self.rates, "seeds": self.seeds, "arms": arms}
+        return {
+            name: {key: value for key, value in every.items() if key in affecting and key not in (RATE, SEED)}
+            for name, every in of.items()
+        }
 
 
 def study_of(arguments: Sequence[str]) -> Study:
@@ -121,6 +138,12 @@ def _checked(study: Study) -> Study:
                 "more, of which an interval can be made."
             )
         cfg.logging = with_defaults(cfg.logging)[0]
+    if max(study.seeds) >= FRESH_SEEDS:
+        raise ConfigError(
+            f"seed={max(study.seeds)}: takes less than {FRESH_SEEDS}; higher ones are for runs of the study itself."
+        )
+    if 0 < study.cfg.compare.fresh < LEAST_RUNS and len(study.rates) > 1:
+        raise ConfigError(f"compare.fresh={study.cfg.compare.fresh}: takes 0, or {LEAST_RUNS} and more, which can be compared.")
     names, wanted = [arm.name for arm in study.arms], study.cfg.compare.baseline
     if wanted not in (None, *names):
         near = keys.did_you_mean(str(wanted), names)

@@ -1,33 +1,28 @@
-"""All runs of a study, one after the other, each kept as a line as soon as it is over.
+"""The runs of a study, each kept as a line as soon as it is over, and what may be read off them.
 
-A run is stopped, and counts as diverged, if a training or validation loss is not finite, or if after a quarter of its steps
-its validation loss is more than compare.diverged nats above the lowest that an earlier run of its arm had at the same step, at
-this rate or a lower one: a run that is slow at a low rate has not diverged. The order of runs is fixed (arm, seed, rate from
-low to high), so a study that was killed goes on with the same decisions.
+A run fails, and is stopped, if a training or validation loss is not finite, or if after a quarter of its steps its validation
+loss is more than compare.diverged nats above the lowest that another run of its arm had at the same step, at this rate or a
+lower one: a run that is slow at a low rate has not failed. A run that was not stopped is judged so by all runs of the study, so
+what failed does not depend on their order.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from data import Corpus
-from measure.timing import free_memory
-from study.arms import Arm, Study
 from study.engine import Engine
 from study.probes import probe, spikes
-from study.timing import block_times, cycles_of
-from training.step import MixedPrecision
 from training.storage import as_storage_errors
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
+RACE, SEARCH, FRESH, TIME = "race", "search", "fresh", "time"  # stages: study/plan.py says what each is for
 
 
 @dataclass
@@ -37,28 +32,25 @@ class Result:
     arm: str
     rate: float
     seed: int
-    evaluated: list[list[Any]]  # step and validation loss; step 0 is before training
+    evaluated: list[list[Any]]  # step and validation loss; step 0 is before training. None: not finite, for JSON has no NaN
     over: str = ""  # why the run was stopped
-    grad_norm: float = math.nan  # median over the steps
+    grad_norm: float | None = None  # median over the steps
     spikes: int = 0
     probes: list[dict[str, Any]] = field(default_factory=list)
+    stage: str = SEARCH
+    steps: int = 0  # of its schedule; 0: a line of an older version, with those of the study
 
     @property
     def last(self) -> float:
-        return self.evaluated[-1][1]
-
-    @property
-    def best(self) -> float:
-        return min(loss for _, loss in self.evaluated)
+        return _number(self.evaluated[-1][1])
 
     @property
     def initial(self) -> float:
-        return self.evaluated[0][1]
+        return _number(self.evaluated[0][1])
 
-    @property
-    def counted(self) -> float:
-        """The last loss, also that of a run that was stopped; at most the loss before training, which stands for NaN too."""
-        return min(self.initial, self.last)  # of a number and NaN the first
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else loss
 
 
 @dataclass
@@ -67,113 +59,119 @@ class Found:
 
     results: list[Result] = field(default_factory=list)
     times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    diverged: float = 1.0  # nats, see the head of this file
+    made: list[dict[str, str]] = field(default_factory=list)  # by which code, versions and card: each once
 
-    def of(self, arm: str) -> list[Result]:
-        return [result for result in self.results if result.arm == arm]
+    def of(self, arm: str, *stages: str) -> list[Result]:
+        """In the order of seeds; of all stages if none is named."""
+        runs = [run for run in self.results if run.arm == arm and (not stages or run.stage in stages)]
+        return sorted(runs, key=lambda run: run.seed)
 
-    def at(self, arm: str, rate: float) -> list[Result]:
-        """In the order of seeds."""
-        return sorted((run for run in self.of(arm) if run.rate == rate), key=lambda run: run.seed)
+    def at(self, arm: str, rate: float, stage: str = SEARCH) -> list[Result]:
+        return [run for run in self.of(arm, stage) if run.rate == rate]
+
+    def failed(self, run: Result) -> bool:
+        own = run.arm.removesuffix(AGAIN)
+        others = [other for name in (own, own + AGAIN) for other in self.of(name) if other.stage != TIME]
+        return (
+            bool(run.over) or not math.isfinite(run.last) or (run.stage != TIME and bool(too_high(run, others, self.diverged)))
+        )
+
+    def rates(self, arm: str) -> dict[float, float]:
+        """By rate that was trained to the end, the lowest first: the mean last loss of the runs that did not fail; infinite if
+        more than half failed."""
+        found = {}
+        for rate in sorted({run.rate for run in self.of(arm, SEARCH)}):
+            runs = self.at(arm, rate)
+            trained = [run.last for run in runs if not self.failed(run)]
+            found[rate] = fmean(trained) if 2 * len(trained) >= len(runs) else math.inf
+        return found
 
     def best_rate(self, arm: str) -> float:
-        """The rate with the lowest mean of last losses over seeds."""
-        rates = dict.fromkeys(run.rate for run in self.of(arm))
-        return min(rates, key=lambda rate: fmean(run.counted for run in self.at(arm, rate)))
+        """That with the lowest mean loss; the lowest one where all fail.
+
+        Raises:
+            ValueError: the arm has no runs.
+        """
+        rates = self.rates(arm)
+        return min(rates, key=rates.__getitem__)
+
+    def judged(self, arm: str, rate: float) -> list[Result]:
+        """The runs that are compared: with seeds that had no part in the choice of the rate, where there are some."""
+        return self.at(arm, rate, FRESH) or self.at(arm, rate)
 
     def add(self, line: dict[str, Any]) -> None:
+        made = line.pop("made", {})
+        if made not in self.made:
+            self.made.append(made)
         if "times" in line:
             self.times[line["arm"]] = line["times"]
         else:
             self.results.append(Result(**line))
 
 
-def read(path: Path) -> Found:
+def read(path: Path, diverged: float = 1.0) -> Found:
     """The lines of a study. A last line that was cut short is removed from the file."""
-    found = Found()
+    found = Found(diverged=diverged)
     if path.is_file():
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         os.truncate(path, len(whole))
         for line in whole.decode().splitlines():
-            found.add(json.loads(line))
+            found.add(json.loads(line, parse_constant=lambda name: None))  # of an older version
     return found
 
 
 def keep(path: Path, found: Found, line: dict[str, Any]) -> None:
     with as_storage_errors(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(line, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     found.add(line)
 
 
-def train_all(
-    study: Study, precision: MixedPrecision, corpus: Corpus, path: Path, done: Callable[[], object] = lambda: None
-) -> Found:
-    """Makes the runs that `path` lacks.
-
-    The A/A runs are the baseline's at its best rate, with as many other seeds.
-
-    Args:
-        done: called after each run.
-    """
-    found, cycles = read(path), cycles_of(study.cfg, precision.device)
-
-    def runs_of(arm: Arm, name: str, rates: list[float], seeds: list[int], cycles: int) -> None:
-        had = {(result.seed, result.rate) for result in found.of(name)}
-        for _ in had:
-            done()
-        left = [pair for pair in product(seeds, sorted(rates)) if pair not in had]
-        untimed = cycles > 0 and name not in found.times
-        if not left and not untimed:
-            return
-        free_memory(precision.device)
-        engine = Engine(arm.at(rates[0], seeds[0]), precision, corpus, arm.fill)
-        for seed, rate in left:
-            engine.begin(arm.at(rate, seed))
-            keep(path, found, asdict(_run(engine, name, found.of(name))))
-            done()
-        if untimed:
-            times = block_times(arm, study.baseline, engine, cycles, precision, corpus)
-            keep(path, found, {"arm": name, "times": times})
-
-    for arm in study.arms:
-        runs_of(arm, arm.name, study.rates, study.seeds, cycles)
-    others = [max(study.seeds) + 1 + i for i in range(len(study.seeds))]
-    runs_of(study.baseline, study.baseline.name + AGAIN, [found.best_rate(study.baseline.name)], others, cycles=0)
-    return found
-
-
-def _run(engine: Engine, name: str, others: list[Result]) -> Result:
-    """One run to its end, from a state that `begin` made."""
+def train(engine: Engine, name: str, stage: str, others: Sequence[Result], until: int | None = None) -> dict[str, Any]:
+    """One run, from a state that `Engine.begin` made; to its end, or to step `until` of its schedule. Its line."""
     cfg, total = engine.cfg, engine.cfg.train.steps
-    every = cfg.eval.every or total
+    end, every = until or total, cfg.eval.every or total
     look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
     # Before training all windows tell the same, and the whole validation set takes as long as a hundred steps of a small model.
-    result = Result(name, cfg.optim.lr, cfg.seed, [[0, engine.evaluate(most=1)]])
-    stops = sorted({*range(every, total, every), *(range(look, total, look) if look else ()), total})
+    result = Result(name, cfg.optim.lr, cfg.seed, [[0, engine.evaluate(most=1)]], stage=stage, steps=total)
+    stops = sorted({*range(every, end, every), *(range(look, end, look) if look else ()), end})
     for stop in stops:
         engine.advance(stop - engine.step)
         losses = engine.losses[:stop].cpu()
         if look and (stop % look == 0 or stop == total):
             result.probes.append({"step": stop, **probe(engine)})
-        if stop % every == 0 or stop == total:
+        if stop % every == 0 or stop == end:
             result.evaluated.append([stop, engine.evaluate()])
             result.over = over(result, losses, total, others, cfg.compare.diverged)
         if result.over:
             break
     result.grad_norm = engine.grad_norms[: engine.step].median().item()
     result.spikes = spikes(losses.numpy(), total // 20)
-    return result
+    return finite(asdict(result))
 
 
-def over(result: Result, losses: torch.Tensor, steps: int, others: list[Result], threshold: float) -> str:
+def finite(value: Any) -> Any:
+    """Plain data with None for what is not finite, for which JSON has no number."""
+    if isinstance(value, dict):
+        return {key: finite(of) for key, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(of) for of in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def over(result: Result, losses: torch.Tensor, steps: int, others: Sequence[Result], threshold: float) -> str:
     """Why the run is over by the rule above, or nothing."""
-    step, loss = result.evaluated[-1]
-    if not (math.isfinite(loss) and bool(losses.isfinite().all())):
+    step = result.evaluated[-1][0]
+    if not (math.isfinite(result.last) and bool(losses.isfinite().all())):
         return f"step {step}: loss not finite"
-    same = [dict(other.evaluated).get(step, math.inf) for other in others if other.rate <= result.rate]
-    lowest = min(same, default=math.inf)
-    if step >= steps / 4 and loss > lowest + threshold:
-        return f"step {step}: loss {loss:.3f}, another run's {lowest:.3f}"
-    return ""
+    return too_high(result, others, threshold) if step >= steps / 4 else ""
+
+
+def too_high(run: Result, others: Sequence[Result], threshold: float) -> str:
+    step = run.evaluated[-1][0]
+    same = [_number(dict(map(tuple, other.evaluated)).get(step)) for other in others if other.rate <= run.rate]
+    lowest = min((loss for loss in same if math.isfinite(loss)), default=math.inf)
+    return f"step {step}: loss {run.last:.3f}, another run's {lowest:.3f}" if run.last > lowest + threshold else ""

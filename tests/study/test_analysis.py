@@ -1,5 +1,6 @@
 """What a study says of drawn losses whose truth is known."""
 
+import json
 import math
 
 import numpy as np
@@ -7,116 +8,161 @@ import pytest
 import torch
 
 from configs import Config
-from measure.comparison import AGAIN as TORCH_AGAIN
 from measure.statistics import Interval, paired_ratio
-from study.analysis import analyse, is_different, saved, sensitivity
+from study import report
+from study.analysis import analyse, noise_of
 from study.arms import Arm, Study
 from study.probes import spikes
 from study.report import words
-from study.runs import AGAIN, Found, Result, over
-from study.timing import BASELINE
+from study.runs import AGAIN, FRESH, TIME, Found, Result, over, read
+from study.timing import OWN_AGAIN
 
 
-def run(arm, rate, seed, *losses, initial=4.0):
+def run(arm, rate, seed, *losses, initial=4.0, **more):
     """Evaluated every 50 steps."""
-    return Result(arm, rate, seed, [[0, initial], *([50 * (i + 1), loss] for i, loss in enumerate(losses))])
+    evaluated = [[50 * (i + 1), loss] for i, loss in enumerate(losses)]
+    return Result(arm, rate, seed, [[0, initial], *evaluated], **more)
 
 
-def report_of(runs, rates, seeds, times=None):
-    study = Study([Arm("a", Config()), Arm("b", Config())], rates, list(seeds), {})
+def report_of(runs, rates=(1e-3,), seeds=(1, 2, 3), times=None, keys=None):
+    study = Study([Arm("a", Config()), Arm("b", Config())], list(rates), list(seeds), {})
+    for name, value in (keys or {}).items():
+        setattr(study.cfg.compare, name, value)
+    study.cfg.train.steps = 900
     return analyse(study, Found(runs, times or {})), study
 
 
-def drawn(draw, seeds=5, handicap=0.0, noise=0.006, slopes=(0.0, 0.05)):
-    """Losses of two arms: of a seed in common, of the run, of the rate and the second arm's handicap. The arm `a` has one good
-    rate, the arm `b` loses `slopes` at its rates."""
-    common = draw.normal(0, noise, 2 * seeds)
-    rates = [1e-3 * (1 + i) for i in range(len(slopes))]
-    plan = [("a", rates, range(seeds), [0.0] + [0.05] * len(slopes)), ("b", rates, range(seeds), np.add(slopes, handicap))]
-    plan.append(("a" + AGAIN, rates[:1], range(seeds, 2 * seeds), [0.0]))
-    runs = []
-    for name, its_rates, its_seeds, losses in plan:
-        for rate, more in zip(its_rates, losses, strict=False):
-            for seed in its_seeds:
-                last = 1.6 + more + common[seed] + draw.normal(0, noise)
-                runs.append(run(name, rate, seed, last + 0.3, last))
-    return report_of(runs, rates, range(seeds))
+def of_arms(rate=1e-3, again=True, **losses):
+    """Runs at one rate; those of A/A are near those of `a`."""
+    runs = [run(name, rate, seed, 2.5, loss) for name, of in losses.items() for seed, loss in enumerate(of)]
+    more = [loss + 0.001 for loss in losses["a"] if loss]
+    return runs + [run("a" + AGAIN, rate, 20_000 + i, 2.5, loss) for i, loss in enumerate(more) if again]
 
 
-@pytest.mark.parametrize("seeds", [2, 5])
-@pytest.mark.parametrize("slopes", [(0.0, 0.05), (0.0,) * 5], ids=["one good rate", "five good rates, whose best is chosen"])
-def test_equal_arms_are_called_different_in_at_most_2_of_20_studies(seeds, slopes):
-    draw = np.random.default_rng(0)
-    called = [drawn(draw, seeds, slopes=slopes)[0].arms[1].different for _ in range(200)]
-    assert max(sum(called[i : i + 20]) for i in range(0, 200, 20)) <= 2
-    assert sum(called) <= 0.03 * 200
-
-
-def test_a_handicap_of_2_hundredths_is_found_with_5_seeds_or_the_report_says_why_not():
-    draw = np.random.default_rng(0)
-    for noise, least in ((0.003, 0.95), (0.006, 0.6), (0.03, 0.0)):
-        made = [drawn(draw, handicap=0.02, noise=noise) for _ in range(50)]
-        assert np.mean([report.arms[1].different for report, _ in made]) >= least
-        for report, study in made:
-            arm, within = report.arms[1], max(abs(report.again.low), abs(report.again.high))
-            assert ("loss higher, " in words(report, study)) == (arm.different and arm.difference.median > 0)
-            beyond = "no difference was found beyond that of other seeds" in words(report, study)
-            assert beyond == (not arm.different and not arm.difference.holds(0))
-            assert not beyond or abs(arm.difference.median) <= within
-            assert f"no difference within ±{within:.4f} is called one" in words(report, study)
-    report, study = drawn(draw, seeds=1, handicap=1.0)
-    assert not report.arms[1].different and "nothing can be called different" in words(report, study)
+CLOSE = [1.440, 1.444, 1.437, 1.446, 1.441]
 
 
 @pytest.mark.parametrize(
-    ("difference", "again", "different"),
-    [((0.02, 0.01, 0.03), (0.0, -0.015, 0.015), True), ((-0.02, -0.03, -0.01), (0.0, -0.015, 0.015), True),
-     ((0.02, -0.01, 0.05), (0.0, -0.015, 0.015), False), ((0.02, 0.01, 0.03), (-0.01, -0.025, 0.005), False)],
-)  # fmt: skip
-def test_a_difference_leaves_out_0_and_is_further_from_it_than_both_ends_of_a_a(difference, again, different):
-    assert is_different(Interval(*difference), Interval(*again)) == different
+    ("other", "said"),
+    [
+        ([loss + 0.02 for loss in CLOSE], "b: loss higher, 0.0195 ("),
+        ([loss - 0.02 for loss in CLOSE], "b: loss lower, −0.0205 ("),
+        ([loss + 0.001 for loss in reversed(CLOSE)], "b: no difference was found, 0.0005 ("),
+        ([1.44, 1.6], "b: too few runs that trained for an interval of their loss"),
+        ([1.44], "b: too few runs that trained for an interval of their loss"),
+        ([*CLOSE[:3], None, None], "b: fails in 2 of 5 runs at 0.001 (baseline 0 of 10; exact test, p = "),
+        (
+            [None] * 5,
+            "b: fails in 5 of 5 runs at 0.001 (baseline 0 of 10; exact test, p = 0.00033), which differs; too few runs",
+        ),
+    ],
+)
+def test_the_words_are_those_that_the_runs_allow_and_a_failed_run_is_never_no_difference(other, said):
+    made, study = report_of(of_arms(a=CLOSE, b=other), seeds=range(5))
+    assert said in words(made, study)
+    assert ("no difference was found" in words(made, study)) == (said.startswith("b: no"))
+    assert made.arms[1].sample.losses == [loss for loss in other if loss], "a run that failed has no part in a mean"
 
 
-def test_differences_are_paired_by_seed_whatever_the_order_of_runs():
-    last = {("a", 1): 1.5, ("b", 1): 1.52, ("a", 2): 2.0, ("b", 2): 2.021, ("a", 3): 2.4, ("b", 3): 2.419}
-    runs = [run(arm, 1e-3, seed, loss) for (arm, seed), loss in sorted(last.items(), key=lambda one: one[1])]
-    others = [run("a" + AGAIN, 1e-3, seed, 1.5 + seed / 9) for seed in (4, 5, 6)]
-    found = report_of([*reversed(runs[:3]), *runs[3:], *others], [1e-3], [3, 1, 2])[0].arms[1].difference
-    assert found.median == pytest.approx(0.02) and found.high - found.low == pytest.approx(2 * 4.303 * 0.001 / 3**0.5, rel=1e-3)
+def test_a_failing_baseline_is_told_and_so_is_that_no_run_of_the_arm_fails():
+    made, study = report_of(of_arms(a=[*CLOSE[:3], None, None, None], b=CLOSE), seeds=range(6))
+    assert "the baseline is a, fails in 3 of 6 runs at 0.001." in words(made, study)
+    assert "b: no run of 5 fails (baseline 3 of 9; exact test, p = " in words(made, study)
+    assert "between the runs that trained no difference of loss was found" in words(made, study)
 
 
-def test_a_run_that_is_not_finite_counts_with_the_loss_before_training():
-    found = Found([run("a", rate, 1, loss) for rate, loss in ((1, 2.0), (2, 1.5), (3, 9.0), (4, math.nan))])
-    assert sensitivity(found, "a", 1) == pytest.approx((2.0 + 1.5 + 4.0 + 4.0) / 4 - 1.5)  # arXiv:2309.14322
-    assert found.best_rate("a") == 2
-    fails = [run("b", 1e-3, seed, math.nan) for seed in (0, 1)]
-    for one in fails:
-        one.over = "step 50: loss not finite"
-    good = [run(name, 1e-3, seed, 2.0 + 0.01 * seed) for name in ("a", "a" + AGAIN) for seed in (0, 1)]
-    report, study = report_of([*good, *fails], [1e-3], [0, 1])
-    arm = report.arms[1]
-    assert arm.difference.median == pytest.approx(1.995) and arm.different and arm.speedup is None
-    assert arm.diverged == 1.0 and "2 runs at its best rate diverged" in words(report, study)
+def test_seeds_that_chose_the_rate_are_not_compared_where_there_are_others():
+    at = {1e-3: 0.02, 3e-3: 0.0, 1e-2: 0.03}
+    runs = [run(name, rate, 1, 1.44 + more) for name in ("a", "b") for rate, more in at.items()]
+    runs += [run(name, 3e-3, 10_000 + i, loss, stage=FRESH) for name in ("a", "b") for i, loss in enumerate(CLOSE)]
+    runs += [run("b", 1e-3, 10_000, 1.0, stage=FRESH), run("a" + AGAIN, 3e-3, 20_000, 1.442)]
+    made, study = report_of(runs, rates=at, seeds=[1])
+    assert [list(arm.sample.losses) for arm in made.arms] == [[*CLOSE, 1.442], CLOSE] and made.arms[1].rate == 3e-3
+    assert not made.chosen_by_same and 0 < made.arms[1].sample.error < 0.005
+    made, study = report_of([one for one in runs if one.stage != FRESH], rates=at, seeds=[1])
+    assert made.chosen_by_same and "have chosen the rates too" in words(made, study)
 
 
-def test_steps_saved_are_those_to_the_loss_that_both_reach():
-    base, faster = run("a", 1, 1, 3.0, 2.0), run("b", 1, 1, 2.0, 1.5)
-    assert saved(faster, base) == pytest.approx(2.0) and saved(base, faster) == pytest.approx(0.5)
+def test_all_pairs_have_one_test_together_and_those_with_the_baseline_are_turned():
+    made, _ = report_of(
+        of_arms(a=CLOSE, b=[loss + 0.02 for loss in CLOSE]), seeds=range(5), keys={"all_pairs": True, "baseline": "b"}
+    )
+    assert list(made.pairs) == [("b", "a")] and made.baseline == "b"
+    assert made.arms[0].against.lower and made.arms[0].against.loss.median == -made.pairs["b", "a"].loss.median
 
 
-def test_times_are_paired_by_cycle_and_the_loss_at_equal_time_is_that_of_the_steps_that_fit():
-    drift = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]  # from cycle to cycle, the same for all that run in it
-    typical = {"fused": 3.0, "torch": 6.0, TORCH_AGAIN: 6.06, BASELINE: 2.0}
-    blocks = {name: [ms * slow for slow in drift for _ in "ab"] for name, ms in typical.items()}
-    times = {"a": {name: of for name, of in blocks.items() if name != BASELINE}, "b": blocks}
-    last = {"a": (2.0, (1, 2)), "b": (1.0, (1, 2)), "a" + AGAIN: (2.0, (3, 4))}
-    runs = [Result(arm, 1e-3, seed, [[0, 4.0], [900, loss + seed / 1e6]]) for arm, (loss, of) in last.items() for seed in of]
-    a, b = report_of(runs, [1e-3], [1, 2], times)[0].arms
-    assert b.price.over_torch == paired_ratio([6 * slow for slow in drift], [3 * slow for slow in drift])
-    assert b.price.of_baseline.median == pytest.approx(1.5) and b.price.of_baseline.high == pytest.approx(1.5)
-    assert b.price.again.median == pytest.approx(1 / 1.01) and a.price.of_baseline == Interval(1.0, 1.0, 1.0)
-    assert (a.equal_time.median, b.equal_time.median) == pytest.approx((2.0, 4.0 - 3.0 / 1.5), abs=1e-5)
-    assert b.equal_time_difference.median == pytest.approx(0.0, abs=1e-5)
+def test_what_failed_does_not_depend_on_the_order_of_runs_and_the_best_rate_is_none_at_which_most_fail():
+    runs = [
+        run("a", 2e-3, 1, 2.6, 2.45),
+        run("a", 1e-3, 2, 2.5, 1.44),
+        run("a", 2e-3, 2, 1.5, 1.3),
+        run("a", 2e-3, 3, 2.6, 2.5),
+    ]
+    for order in (runs, runs[::-1]):
+        found = Found(list(order))
+        assert [found.failed(one) for one in runs] == [True, False, False, True]
+        assert found.best_rate("a") == 1e-3 and math.isinf(found.rates("a")[2e-3])
+    lost = Found([run("a", rate, 1, math.nan, over="step 50: loss not finite") for rate in (2e-3, 1e-3)])
+    assert lost.best_rate("a") == 1e-3
+
+
+def test_sensitivity_counts_a_failed_run_with_the_loss_before_training_and_is_none_where_all_fail():
+    """arXiv:2309.14322"""
+    runs = [run("a", rate, 1, loss, over="x" * (loss == 2.9)) for rate, loss in ((1, 2.0), (2, 1.5), (3, 9.0), (4, 2.9))]
+    runs += [run("b", rate, 1, math.nan, over="x") for rate in (1, 2, 3, 4)]
+    a, b = report_of(runs, rates=(1, 2, 3, 4), seeds=[1])[0].arms
+    assert a.sensitivity.median == pytest.approx((2.0 + 1.5 + 4.0 + 4.0) / 4 - 1.5) and b.sensitivity is None
+    assert report_of(runs[:3] + runs[4:], rates=(1, 2, 3, 4), seeds=[1])[0].arms[0].sensitivity is None, "a rate is missing"
+
+
+def test_an_end_of_the_rates_is_a_bound():
+    runs = [
+        run(arm, rate, seed, 1.5 + 0.1 * (rate > 1e-3) + seed / 500)
+        for arm in "ab"
+        for rate in (1e-3, 3e-3)
+        for seed in (1, 2, 3)
+    ]
+    made, study = report_of(runs, rates=(1e-3, 3e-3))
+    assert made.arms[1].at_end == "lowest" and "a bound: one of the two is not tuned" in words(made, study)
+    assert "at the end of those that were trained: a (lowest), b (lowest). Add rates." in words(made, study)
+
+
+DRIFT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]  # from cycle to cycle, the same for all that run in it
+
+
+def timed(**typical):
+    noise = {OWN_AGAIN: [1.0, 1.01] * 6}  # A/A reaches 1 %
+    return {name: [ms * slow * more for slow, more in zip(np.repeat(DRIFT, 2), noise.get(name, [1] * 12), strict=True)]
+            for name, ms in typical.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(("slower", "differs"), [(1.003, False), (1.5, True)])
+def test_a_step_takes_longer_only_beyond_a_a_and_equal_time_is_that_of_runs_with_their_own_schedule(slower, differs):
+    times = {
+        "a": timed(fused=2.0, torch=6.0, again=2.0),
+        "b": timed(fused=2 * slower, torch=6.0, again=2 * slower, baseline=2.0),
+    }
+    runs = of_arms(a=CLOSE, b=[loss - 0.1 for loss in CLOSE])
+    shorter = [run("b", 1e-3, seed, loss + 0.1, stage=TIME, steps=600) for seed, loss in enumerate(CLOSE)]
+    (a, b), study = (of := report_of([*runs, *shorter], seeds=range(5), times=times))[0].arms, of[1]
+    assert b.price.of_baseline.median == pytest.approx(slower) and b.slower == differs and not a.slower
+    assert b.price.over_torch == paired_ratio([6 * slow for slow in DRIFT], [2 * slower * slow for slow in DRIFT])
+    assert noise_of({"a": a.price}) == pytest.approx(0.005, rel=0.02) and a.price.of_baseline == Interval(1.0, 1.0, 1.0)
+    assert ("no difference in the time of a step was found" in words(of[0], study)) == (not differs)
+    if differs:
+        assert b.against.lower and b.at_equal_time[0] == 600 and b.equal_time.higher
+    assert (b.equal_time is None) == (not differs)
+
+
+def test_numbers_that_are_not_finite_are_null_in_every_file(tmp_path):
+    runs = [run("a", 1e-3, 1, 1.5), run("b", 1e-3, 1, math.nan, over="step 50: loss not finite")]
+    study, found = report_of(runs, seeds=[1])[1], Found(runs)
+    facts = {"gpu": None, "versions": {"torch": "2"}, "git": None}
+    report.write(analyse(study, found), study, found, facts, tmp_path)
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    old = tmp_path / "runs.jsonl"
+    old.write_text('{"arm": "b", "rate": 1, "seed": 1, "evaluated": [[0, 4.0], [50, NaN]], "over": "x", "grad_norm": NaN}\n')
+    assert math.isnan(read(old).results[0].last) and read(old).failed(read(old).results[0])
 
 
 def test_a_run_is_over_if_it_is_not_finite_or_far_above_its_arms_others_at_no_higher_rate():

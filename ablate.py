@@ -6,6 +6,7 @@ python ablate.py ablate.arms=[torch,compiled,liger,fused]    another library's n
 python ablate.py ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py … folder=runs/FOLDER resume=auto            goes on behind the last cycle of an ablation that was stopped
+python ablate.py ablate.processes=5 …                        the whole in five processes, whose variation enters the intervals
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
 Ends with exit code 1 if parity fails or the disk is full, 2 if the configuration is wrong, 3 if the device has too little
@@ -29,7 +30,7 @@ import torch
 
 import configs
 import ops
-from ablation import kept, nanogpt, parity, records, report, timing, tracking
+from ablation import kept, nanogpt, parity, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
 from ablation.gpu_time import attribute, loss_bytes, norm_bytes
 from ablation.kept import Kept
@@ -41,7 +42,7 @@ from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import launches, profile_step, shares
-from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
+from measure.comparison import AGAIN, TORCH, TWIN, compare_all, conclusion, cycle_times, is_twin
 from measure.environment import environment
 from measure.progress import progress
 from measure.schedule import Cycle
@@ -66,8 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> int:
         nonlocal folder
         variants = variants_of(arguments)
+        if (count := variants[0].cfg.ablate.processes) > 1:
+            folder = place(variants)
+            return processes.ablate(arguments, count, folder)
         works = [prepare(variant) for variant in variants]
-        folder, cycles = place(variants)
+        folder = place(variants)
+        cycles = Kept(folder, kept.facts_of(variants, facts(works[0].precision.device)))
         try:
             found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
         except torch.OutOfMemoryError as error:
@@ -80,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if all(one.holds for one in found.parity) else 1
 
     def stopped() -> str:
-        if folder is None or not (folder / kept.FILE).is_file():
+        if folder is None or not any((folder / name).exists() for name in (kept.FILE, processes.FIRST)):
             return "stopped"
         return f"stopped; finished cycles are kept. To go on, add folder={relative(folder)} resume=auto to the command"
 
@@ -127,8 +132,8 @@ def prepare(variant: Variant) -> Work:
     return Work(variant, precision, corpus, " ".join(size))
 
 
-def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
-    """The folder of the ablation, and its cycles: a new one, or with resume=auto that of an ablation which was stopped.
+def place(variants: Sequence[Variant]) -> Path:
+    """The folder of the ablation: a new one, or with resume=auto that of an ablation which was stopped.
 
     Raises:
         ConfigError: it can't be used.
@@ -140,11 +145,11 @@ def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
             "weights of a run: init_from=PATH."
         )
     wanted = folder = Path(cfg.folder or f"runs/{command_line.now()}_ablation")
-    if cfg.resume == "never" or not (wanted / kept.FILE).is_file():
+    if cfg.resume == "never" or not any((wanted / name).exists() for name in (kept.FILE, processes.FIRST)):
         folder = claim(wanted)
     if folder != wanted:
         show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
-    return folder, Kept(folder, kept.facts_of(variants, facts(torch.device(machine.inspect(cfg.device).device))))
+    return folder
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -222,7 +227,7 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
     left_out = {**variant.refused, **failed}
     if mode == COMPILED and NormImpl.compiled in cfg.ablate.arms:
         left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
-    masks = [check_masks(arm, compiled=mode == COMPILED) for name, arm in arms.items() if name != AGAIN]
+    masks = [check_masks(arm, compiled=mode == COMPILED) for name, arm in arms.items() if not is_twin(name)]
     cell = Cell(
         overrides=variant.overrides,
         mode=mode,
@@ -234,18 +239,22 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         left_out=left_out,
         masks=[one for one in masks if one],
     )
-    cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
+    cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.controls))
     return profiled(cell, arms, batches) if work.precision.device.type == "cuda" else cell
 
 
 def arms_of(work: Work, mode: str) -> dict[str, Arm]:
-    cfg, arms = work.variant.cfg, dict[str, Arm]()
-    for name in work.variant.arms(mode):
+    """The arms of a cell, and A/A controls of the pair that is the fastest as a rule: the subject, and compiled sites or else
+    PyTorch's. A/A of another arm tells nothing: steps that wait for the host scatter many times as much as those that don't."""
+    cfg, arms, names = work.variant.cfg, dict[str, Arm](), [name for name in work.variant.arms(mode) if name != AGAIN]
+    twice = {work.variant.subject, NormImpl.compiled if NormImpl.compiled in names else TORCH}
+    for name in names:
         if name == NANOGPT:
             arms[name] = nanogpt.nanogpt_arm(arms[TORCH], compiled=mode == COMPILED)
-        else:
-            how: dict[str, Any] = {"compiled": mode == COMPILED, "like": arms.get(TORCH)}
-            arms[name] = build_arm(name, cfg, work.precision, work.corpus.tokenizer, **how)
+            continue
+        for own in (name, name + TWIN) if name in twice else (name,):
+            how: dict[str, Any] = {"value": name, "compiled": mode == COMPILED, "like": arms.get(TORCH)}
+            arms[own] = build_arm(own, cfg, work.precision, work.corpus.tokenizer, **how)
     return arms
 
 
@@ -276,7 +285,7 @@ def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
     return replace(
         cell,
         arms={name: replace(of, launches=launches(kernels[name])) for name, of in cell.arms.items()},
-        attribution=replace(attribution, kernels={name: of for name, of in kernels.items() if name != AGAIN}),
+        attribution=replace(attribution, kernels={name: of for name, of in kernels.items() if not is_twin(name)}),
     )
 
 

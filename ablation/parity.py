@@ -7,7 +7,7 @@ proves nothing; this one is measured. Arms train from the same weights, on the s
     b   torch       PyTorch's operators in the run's precision
     c   tested      fused ones in the run's precision (where no kernel runs, their PyTorch reference); each other arm likewise
     d   reordered   as b, with the sums of its norms, or of its loss, in other, just as legitimate orders: ORDERS of them, and
-                    that of torch.compile where an arm has it and it is not what is tested
+                    that of the arm `compiled`, where its own parity holds
 
 Quantities: the loss and the gradient norm over all steps, and the validation loss at the end; at the first step, where all
 arms have the same weights, the gradient of every layer, and of norms the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that they
@@ -86,7 +86,11 @@ def parity(variant: Variant, precision: MixedPrecision, corpus: Corpus) -> list[
     """
     cfg, tested = variant.cfg, variant.tested
     runs = [measure(cfg, cfg.seed + number, precision, corpus, tested) for number in range(cfg.ablate.parity_seeds)]
-    return [judge(runs, arm, precision, variant.overrides) for arm in tested]
+    found: list[Parity] = []
+    for arm in tested:
+        right = [one.arm for one in found if one.arm == NormImpl.compiled and one.holds]
+        found.append(judge(runs, arm, precision, variant.overrides, right))
+    return found
 
 
 def measure(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
@@ -161,12 +165,18 @@ def validation_loss(arm: Arm, corpus: Corpus) -> float:
     return evaluate(arm.state.model, corpus.val, arm.precision, context=context, batch_size=rows, batches=batches).loss
 
 
-def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, overrides: dict[str, str]) -> Parity:
-    """The verdict on a tested arm over seeds, by the statistic at the head of this file."""
+def judge(
+    runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, overrides: dict[str, str], right: Sequence[str] = ()
+) -> Parity:
+    """The verdict on a tested arm over seeds, by the statistic at the head of this file.
+
+    Args:
+        right: tested arms whose order of sums counts as one of the others.
+    """
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"
     arms = (REFERENCE, TORCH, arm, *order_names())
     tested = runs[0].distances
-    found = {name: [with_compiled(run, arm, name) for run in runs] for name in tested[arm]}
+    found = {name: [beside(run, arm, name, right) for run in runs] for name in tested[arm]}
     level, orders = LEVEL / ((2 * len(found) - 1) * len(tested)), order_spreads(found)
     sizes = [size_test(name, of, level, exact, orders[name]) for name, of in found.items()]
     tests = sizes + [sign_test(name, of, level) for name, of in found.items() if name != "parameters"]
@@ -206,10 +216,8 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
     )
 
 
-def with_compiled(run: SeedRun, arm: str, quantity: str) -> Distances:
-    """The distances of an arm, with torch.compile's order among the others where that is another arm."""
-    of, compiled = run.distances[arm][quantity], run.distances.get(NormImpl.compiled)
-    if compiled is None or arm == NormImpl.compiled:
-        return of
-    other = compiled[quantity]
-    return replace(of, reordered=[*of.reordered, other.tested], reordered_shift=[*of.reordered_shift, other.tested_shift])
+def beside(run: SeedRun, arm: str, quantity: str, right: Sequence[str]) -> Distances:
+    """The distances of an arm, with the orders of the arms `right` among the others."""
+    of, others = run.distances[arm][quantity], [run.distances[name][quantity] for name in right]
+    ratios, shifts = [one.tested for one in others], [one.tested_shift for one in others]
+    return replace(of, reordered=[*of.reordered, *ratios], reordered_shift=[*of.reordered_shift, *shifts])

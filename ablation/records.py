@@ -10,7 +10,7 @@ from typing import Any
 from ablation.rounding import Distances, Quantity
 from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
-from measure.comparison import AGAIN, TORCH, Comparison, Pairs, cycle_times
+from measure.comparison import TWIN, Comparison, Pairs, cycle_times, is_twin
 from measure.statistics import Interval, spread
 from measure.tables import label
 from training.storage import replace_text
@@ -60,7 +60,7 @@ class Cell:
     overrides: dict[str, str]  # the swept keys and their values
     mode: str  # eager or compiled
     tokens_per_step: int
-    arms: dict[str, ArmTimes]  # by name, torch and torch again first
+    arms: dict[str, ArmTimes]  # by name, torch first
     subject: str  # the arm that the verdict is about
     pairs: Pairs
     verdict: str
@@ -73,14 +73,14 @@ class Cell:
         return label(self.overrides, self.mode)
 
     @property
-    def control(self) -> Comparison:
-        """torch again: what no difference looks like."""
-        return self.pairs[TORCH][AGAIN]
+    def controls(self) -> dict[str, Comparison]:
+        """A/A by arm: what no difference looks like."""
+        return {base: arms[base + TWIN] for base, arms in self.pairs.items() if base + TWIN in arms}
 
     @property
     def opponents(self) -> list[str]:
         """The arms that the subject is compared with, the fastest first. Another project's step is none."""
-        others = [name for name in self.arms if name not in (AGAIN, self.subject, NANOGPT)]
+        others = [name for name in self.arms if name not in (self.subject, NANOGPT) and not is_twin(name)]
         return sorted(others, key=lambda name: median(cycle_times(self.arms[name].blocks_ms)))
 
     def against(self, base: str) -> Comparison:

@@ -25,7 +25,7 @@ from typing import Any
 from ablation import plots
 from benchmarks import host, memory, report, scaling
 from benchmarks.command import FOLDER
-from measure.comparison import AGAIN, TORCH
+from measure.comparison import TORCH, TWIN, is_twin
 from measure.sources import OF_RECORD, ROOT, fingerprints
 from measure.statistics import Interval, Spread
 from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
@@ -63,7 +63,7 @@ def cells_of(folder: Path, names: Sequence[str]) -> tuple[list[tuple[str, Cell]]
 
 def steps_of(cell: Cell) -> dict[str, Spread]:
     """The step times of norms' implementations."""
-    return {name: Spread(**of["step_ms"]) for name, of in cell["arms"].items() if name not in (AGAIN, "nanogpt")}
+    return {name: Spread(**of["step_ms"]) for name, of in cell["arms"].items() if name != "nanogpt" and not is_twin(name)}
 
 
 def fastest(cell: Cell) -> str:
@@ -75,6 +75,12 @@ def fastest(cell: Cell) -> str:
 def speedup(cell: Cell, base: str, arm: str = "") -> Interval:
     """Of an arm, by default the subject."""
     return Interval(**cell["pairs"][base][arm or cell["subject"]]["speedup"])
+
+
+def control(cell: Cell) -> Interval:
+    """A/A: of the arms that were timed twice the one that is the furthest from 1."""
+    found = [speedup(cell, base, base + TWIN) for base, arms in cell["pairs"].items() if base + TWIN in arms]
+    return max(found, key=lambda of: max(abs(of.low - 1), abs(of.high - 1)))
 
 
 def title_of(cell: Cell) -> str:
@@ -93,7 +99,7 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
             ms[cell["subject"]],
             interval_text(speedup(cell, other)),
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
-            interval_text(speedup(cell, TORCH, AGAIN)),
+            interval_text(control(cell)),
             NOTHING if cell["attribution"] is None else f"{cell['attribution']['limits'][other]:.3f}",
         ])  # fmt: skip
     header = ["configuration", "torch ms", "fastest other arm, ms", "fused ms", "speed-up over it (95 %)", "over torch"]

@@ -334,6 +334,7 @@ class AblateConfig:
     warmup_steps: int = key(3, "steps before the first block of an arm", affects="nothing", at_least=1)
     compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", affects="nothing")
     eager: bool = key(True, "false: compiled cells alone; needs ablate.compile=true, or a GPU", affects="nothing")
+    processes: int = key(1, "processes, one after the other, whose variation enters intervals", affects="nothing", at_least=1)
     parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", affects="nothing", at_least=0)
     parity_steps: int = key(10, "optimizer steps of a parity run", affects="nothing", at_least=1)
 

@@ -1,9 +1,11 @@
 """python ablate.py: what it leaves behind, what it says, how it ends."""
 
 import json
+import math
 import os
 import re
 import signal
+import statistics
 
 import pytest
 import torch
@@ -60,18 +62,18 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     monkeypatch.setattr(ablate.timing, "time_arms", timed)
     assert ablate.main([*tiny, f"init_from={trained.folder}"]) == 0
     stored = load_file(newest(trained.folder) / "model.safetensors")["embedding.weight"]
-    assert len(begun) == 3 and all(torch.equal(weight, stored) for weight in begun)
+    assert len(begun) == 4 and all(torch.equal(weight, stored) for weight in begun)
     whole, found = here(), ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
     losses = [arm.first_loss for arm in cell.arms.values()] + [loss for of in parity.val_loss.values() for loss in of]
-    assert losses == pytest.approx([trained.final.loss] * (3 + 8), rel=0.1)
+    assert losses == pytest.approx([trained.final.loss] * len(losses), rel=0.1)
     assert any(f"begins with the weights of {trained.folder}" in note for note in found.notes)
-    assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and cell.mode == "eager" and cell.overrides == {}
+    assert list(cell.arms) == [TORCH, AGAIN, FUSED, "fused again"] and cell.mode == "eager" and cell.overrides == {}
     assert parity.holds and parity.seeds == [1, 2]
     report = (whole / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in " ".join(report.split()) and found.command in report
-    assert len((whole / "steps.jsonl").read_text().splitlines()) == 3 * 12, "a line for each block"
+    assert len((whole / "steps.jsonl").read_text().splitlines()) == 4 * 12, "a line for each block"
     assert {"speedup.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 
@@ -141,13 +143,13 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
     assert ablate.main([*tiny, "ablate.switch=loss", "norm.impl=torch", "norm.kind=rmsnorm"]) == 1
     found = ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
-    assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and parity.arm == FUSED and not parity.holds
+    assert list(cell.arms) == [TORCH, AGAIN, FUSED, "fused again"] and parity.arm == FUSED and not parity.holds
     assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
     assert "parity FAILS" in (here() / "report.md").read_text(encoding="utf-8")
 
 
 def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tiny, here, monkeypatch, capsys, ablations):
-    """Three arms: three warm-ups, then six blocks a cycle. The first cycle of a process is not counted."""
+    """Four arms: four warm-ups, then eight blocks a cycle. The first cycle of a process is not counted."""
     runs, run = [], ablate.timing.run
 
     def stopping_at(call):
@@ -161,7 +163,7 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
         monkeypatch.setattr(ablate.timing, "run", one)
 
     command = [*tiny, TIMES]
-    stopping_at(3 + 6 * 5 + 2)
+    stopping_at(4 + 8 * 5 + 2)
     assert ablate.main(command) == 130
     folder = here()
     assert f"add folder=runs/{folder.name} resume=auto" in capsys.readouterr().err and not ablations
@@ -172,8 +174,8 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
 
     stopping_at(None)
     assert ablate.main([*command, f"folder={folder}", "resume=auto"]) == 0
-    begun = [start for _, start in runs[3:]]  # after the warm-ups, which come again
-    assert begun == [1 + 2 * cycle for cycle in (4, 5, 6) for _ in range(6)]
+    begun = [start for _, start in runs[4:]]  # after the warm-ups, which come again
+    assert begun == [1 + 2 * cycle for cycle in (4, 5, 6) for _ in range(8)]
     for name, arm in ablations[-1].cells[0].arms.items():
         assert len(arm.blocks_ms) == 12, "two blocks in each of six cycles"
         assert arm.blocks_ms[:8] == [block for cycle in kept for block in cycle["blocks_ms"][name]]
@@ -192,7 +194,8 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
     eager, compiled = found.cells
     assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
     assert [(one.arm, one.holds) for one in found.parity] == [("compiled", True), (FUSED, True)]
-    assert list(eager.arms) == [TORCH, AGAIN, "compiled", FUSED] and list(compiled.arms) == [TORCH, AGAIN, FUSED]
+    assert list(eager.arms) == [TORCH, "compiled", "compiled again", FUSED, "fused again"]
+    assert list(compiled.arms) == [TORCH, AGAIN, FUSED, "fused again"]
     for cell in found.cells:
         assert all(arm.peak_gb > 0 and arm.launches > 0 for arm in cell.arms.values())
         for shares in cell.attribution.shares.values():
@@ -202,7 +205,9 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
         # Each norm site is one kernel forward and one backward, and PyTorch's arms run none of ours.
         for arm, kernels in cell.attribution.kernels.items():
             for name in ("norm_forward_kernel", "norm_backward_kernel"):
-                assert sum(k.launches for k in kernels if k.name == name) == pytest.approx(3 if arm == FUSED else 0), name
+                assert sum(k.launches for k in kernels if k.name == name) == pytest.approx(3 if arm == FUSED else 0), (
+                    name
+                )
     assert eager.arms[FUSED].launches < eager.arms[TORCH].launches > compiled.arms[TORCH].launches
     # What PyTorch's sites launch is known by the place that launched it: dropout, add (not at the first) and norm of each, and
     # their backward.
@@ -220,11 +225,13 @@ def test_compiled_sites_and_nanogpt_are_arms_with_their_pairs_and_a_verdict_on_t
     sizes = ["model.dropout=0.0", TIMES]
     assert ablate.main([*tiny, *arms, *sizes]) == 0
     (cell,) = ablations[-1].cells
-    assert list(cell.arms) == [TORCH, AGAIN, "compiled", "nanogpt", FUSED] and set(cell.opponents) == {TORCH, "compiled"}
+    assert list(cell.arms) == [TORCH, "compiled", "compiled again", "nanogpt", FUSED, "fused again"]
+    assert set(cell.opponents) == {TORCH, "compiled"} and list(cell.controls) == ["compiled", FUSED]
     assert {(base, arm) for base, of in cell.pairs.items() for arm in of} == {
-        *((TORCH, arm) for arm in (AGAIN, "compiled", "nanogpt", FUSED)),
-        *(("compiled", arm) for arm in ("nanogpt", FUSED)),
+        *((TORCH, arm) for arm in ("compiled", "nanogpt", FUSED)),
+        *(("compiled", arm) for arm in ("compiled again", "nanogpt", FUSED)),
         ("nanogpt", FUSED),
+        (FUSED, "fused again"),
     }
     assert f"{cell.opponents[0]}, the fastest other arm" in cell.verdict
     losses = [arm.first_loss for arm in cell.arms.values()]
@@ -246,6 +253,22 @@ def test_a_nanogpt_that_computes_something_else_is_not_timed(old, new, keys, tin
     arms = ["ablate.arms=[torch,fused,nanogpt]", f"ablate.nanogpt={checkout(tmp_path / 'nanoGPT', {old: new})}"]
     assert ablate.main([*keys, *tiny, *arms]) == 2
     assert re.search(r"nanoGPT's (model and ours differ|parameters are not those of ours)", capsys.readouterr().err)
+
+
+def test_the_variation_between_processes_enters_the_interval(tiny, here, capsys):
+    assert ablate.main([*tiny, "ablate.processes=3", "ablate.parity_seeds=1", "train.steps=3"]) == 0
+    folder, said = here(), capsys.readouterr().out
+    each = [json.loads((folder / f"process_{n}" / "report.json").read_text()) for n in (1, 2, 3)]
+    assert [len(one["parity"]) for one in each] == [1, 0, 0]
+    found = {(one["base"], one["arm"]): one for one in json.loads((folder / "report.json").read_text())["pairs"]}
+    medians = [one["cells"][0]["pairs"][TORCH][FUSED]["speedup"]["median"] for one in each]
+    pair = found[TORCH, FUSED]
+    assert pair["processes"] == medians and min(medians) <= pair["speedup"]["median"] <= max(medians)
+    spread = statistics.stdev(math.log(x) for x in medians) / 3**0.5 * 4.3027  # Student's, of three
+    assert pair["speedup"]["high"] == pytest.approx(pair["speedup"]["median"] * math.exp(spread), rel=1e-3)
+    assert "Between processes its standard deviation is" in " ".join(said.split())
+    assert ablate.main([*tiny, "ablate.processes=3", "ablate.parity_seeds=1", f"folder={folder}", "resume=auto"]) == 0
+    assert "process 1 of 3" not in capsys.readouterr().out, "what is whole is not measured again"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema import AblateConfig
 from measure import schedule
-from measure.comparison import AGAIN, FUSED, TORCH, Comparison, compare_all, compare_blocks, conclusion, is_different
+from measure.comparison import AGAIN, FUSED, TORCH, Comparison, compare_all, compare_blocks, conclusion, is_different, stalls
 from measure.statistics import Interval
 
 ARMS = (TORCH, AGAIN, FUSED)
@@ -64,18 +64,21 @@ def test_a_real_difference_is_found_and_equal_arms_are_seldom_called_different()
     draw, claims = np.random.default_rng(0), 0
     for _ in range(50):
         torch, again, fused = draw.normal(10, 0.5, (3, 2 * AblateConfig().cycles, 5)).tolist()
-        claims += is_different(compare_blocks(torch, fused), compare_blocks(torch, again))
+        claims += is_different(compare_blocks(torch, fused), [compare_blocks(torch, again)])
     assert claims <= 3
     torch, again, fused = (draw.normal(ms, 0.1, (20, 5)).tolist() for ms in (10, 10, 9))
     found = compare_blocks(torch, fused)
-    assert is_different(found, compare_blocks(torch, again)) and found.speedup.median == pytest.approx(10 / 9, abs=0.01)
+    assert is_different(found, [compare_blocks(torch, again)]) and found.speedup.median == pytest.approx(10 / 9, abs=0.01)
 
 
-def comparison(low, median, high):
-    return Comparison(Interval(0.0, 0.0, 0.0), Interval(median, low, high))
+def comparison(low, median, high, mean=None):
+    return Comparison(Interval(0.0, 0.0, 0.0), Interval(median, low, high), mean or Interval(median, low, high))
 
 
 CONTROL, NAN = comparison(0.998, 1.000, 1.002), comparison(*[float("nan")] * 3)
+
+
+SLOW = Interval(0.8, 0.78, 0.82)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +92,37 @@ CONTROL, NAN = comparison(0.998, 1.000, 1.002), comparison(*[float("nan")] * 3)
         (comparison(1.14, 1.15, 1.16), comparison(1.002, 1.003, 1.005), "^fused 1.150 .* leaves out 1: intervals here"),
         (NAN, CONTROL, "no conclusion"),
         (comparison(1.19, 1.20, 1.21), NAN, "no difference found"),
+        (comparison(1.01, 1.02, 1.03, SLOW), CONTROL, "no difference .* that of the mean .*; by the mean step 0.8"),
+        (comparison(0.98, 0.99, 1.01, SLOW), CONTROL, "no difference .* contains 1; by the mean step 0.8.*stall"),
     ],
 )
 def test_a_speedup_is_claimed_only_beyond_chance_and_beyond_the_control(fused, control, said):
-    assert re.search(said, conclusion(FUSED, {TORCH: fused}, control))
-    assert is_different(fused, control) == said.startswith("^fused")
+    assert re.search(said, conclusion(FUSED, {TORCH: fused}, {FUSED: control}))
+    assert is_different(fused, [control]) == said.startswith("^fused")
+    assert not is_different(fused, [control, comparison(0.5, 1.0, 1.5)]), "each control counts"
 
 
-def test_every_pair_is_compared_once_and_the_control_with_torch_alone():
-    pairs = compare_all({name: [[10.0 / gain]] * 4 for name, gain in ((TORCH, 1), (AGAIN, 1), ("compiled", 2), (FUSED, 4))})
-    assert {base: list(of) for base, of in pairs.items()} == {TORCH: [AGAIN, "compiled", FUSED], "compiled": [FUSED]}
+def test_every_pair_is_compared_once_and_a_control_with_its_own_arm_alone():
+    gains = {TORCH: 1, AGAIN: 1, "compiled": 2, FUSED: 4, "fused again": 4}
+    pairs = compare_all({name: [[10.0 / gain]] * 4 for name, gain in gains.items()})
+    assert {base: list(of) for base, of in pairs.items()} == {
+        TORCH: [AGAIN, "compiled", FUSED], "compiled": [FUSED], FUSED: ["fused again"],
+    }  # fmt: skip
     assert [pairs[TORCH][FUSED].speedup.median, pairs["compiled"][FUSED].speedup.median] == [4, 2]
-    said = conclusion(FUSED, {"compiled": comparison(1.03, 1.04, 1.05), TORCH: comparison(1.19, 1.20, 1.21)}, CONTROL)
+    said = conclusion(FUSED, {"compiled": comparison(1.03, 1.04, 1.05), TORCH: comparison(1.19, 1.20, 1.21)}, {FUSED: CONTROL})
     fastest = "fused 1.040 × (95 % 1.030 to 1.050) as fast as compiled, the fastest other arm; against torch 1.200 ×"
     assert said.startswith(fastest), "the fastest opponent first, then the others"
+
+
+def test_a_stall_in_one_step_of_twenty_is_no_speedup_and_is_counted():
+    draw = np.random.default_rng(0)
+
+    def blocks(stall):
+        return [[10 + draw.normal(0, 0.05) + stall * (step % 20 == 19) for step in range(40)] for _ in range(24)]
+
+    torch, again, fused = blocks(0.0), blocks(0.0), blocks(10.0)
+    fused = [[0.98 * ms for ms in block] for block in fused]  # the median step is shorter
+    found = compare_blocks(torch, fused)
+    assert found.speedup.low > 1 and found.mean_speedup.high < 0.98
+    assert not is_different(found, [compare_blocks(torch, again)])
+    assert stalls(torch) == (0, 0.0) and stalls([[1.0] * 18 + [4.0, 8.0]]) == (2, 0.4)

@@ -22,8 +22,9 @@ For each quantity and seed, over its elements:
 `expected` is the error that the run's rounding and another order explain, so R is near 1 or below for a correct operator.
 
 **Size.** A correct operator is one more order of sums. So log R_c is compared with log R_d, means over seeds, by a one-sided
-t-test of prediction: its variance is that between orders, pooled over the quantities of a kind (gradients, row scales, …). The
-tested arm rounds in other places too, so it may be farther from the reference by the factor MARGIN.
+t-test of prediction: its variance is that between orders, pooled over the quantities of a kind (gradients, row scales, …), and
+that of the mean over seeds. Orders that are luckier than expected count as R_d = 1: a sum in blocks errs less than one in a
+row, and both are right. The tested arm rounds in other places too, so it may be farther by the factor MARGIN.
 
 **Sign.** Rounding errors have random signs, a wrong formula has the same at every seed. It fails if the mean of S_c
 over seeds is farther from 0 than BIAS: a two-sided t-test, with a standard deviation no smaller than the rms of S_d, so that

@@ -147,12 +147,16 @@ def order_spreads(quantities: Mapping[str, Sequence[Distances]]) -> dict[str, Sp
 def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str, orders: Spread) -> Result:
     """Whether the tested arm is farther from the reference, in `exact`, than one more order of sums would be."""
     tested, reordered = np.log([one.tested for one in seeds]), np.log([one.reordered for one in seeds])
-    excess = tested - np.log([one.typical for one in seeds])
+    excess = tested - np.log([max(one.typical, 1.0) for one in seeds])
     fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
     if len(seeds) > FEW:
-        beyond = tested.mean() - reordered.mean() - math.log(MARGIN)
-        error = math.sqrt(orders.variance * (1 + 1 / reordered.shape[1]))
-        fails = fails or (t_tail(beyond / error, orders.degrees) < level if error else beyond > 0)
+        beside = tested - np.maximum(reordered.mean(axis=1), 0.0)
+        own = Spread(float(beside.var(ddof=1)) / len(seeds), len(seeds) - 1)
+        parts = (own, orders._replace(variance=orders.variance * (1 + 1 / reordered.shape[1])))
+        error = sum(part.variance for part in parts)
+        degrees = error**2 / max(sum(part.variance**2 / part.degrees for part in parts), 1e-300)
+        beyond = float(beside.mean()) - math.log(MARGIN)
+        fails = fails or (t_tail(beyond / math.sqrt(error), degrees) < level if error else beyond > 0)
     quantity = Quantity(name, _interval(tested, math.exp), _interval(reordered.mean(axis=1), math.exp), not bool(fails))
     failure = f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({quantity.beside})"
     return Result(quantity, float(excess.mean()), failure)

@@ -205,9 +205,7 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
         # Each norm site is one kernel forward and one backward, and PyTorch's arms run none of ours.
         for arm, kernels in cell.attribution.kernels.items():
             for name in ("norm_forward_kernel", "norm_backward_kernel"):
-                assert sum(k.launches for k in kernels if k.name == name) == pytest.approx(3 if arm == FUSED else 0), (
-                    name
-                )
+                assert sum(k.launches for k in kernels if k.name == name) == pytest.approx(3 if arm == FUSED else 0), name
     assert eager.arms[FUSED].launches < eager.arms[TORCH].launches > compiled.arms[TORCH].launches
     # What PyTorch's sites launch is known by the place that launched it: dropout, add (not at the first) and norm of each, and
     # their backward.

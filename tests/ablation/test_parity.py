@@ -133,7 +133,7 @@ def test_a_correct_norm_fails_no_more_often_than_the_level(seeds=5, level=0.01):
 
 
 def test_orders_that_differ_at_every_seed_alike_explain_an_arm_that_does(level=0.001):
-    """What a program rounds has the same size at each seed: seeds alone would call any other program wrong. A sum in blocks errs
+    """What a program rounds has the same size at each seed: seeds alone would call other programs wrong. A sum in blocks errs
     less than one in a row, so orders that are luckier than rounding explains are no measure."""
     draw = np.random.default_rng(0)
     own = [[0.7, 0.8, 1.1, 1.25] for _ in range(5)]

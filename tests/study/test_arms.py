@@ -17,7 +17,7 @@ def test_an_arm_is_what_is_swept_but_for_rate_and_seed():
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
 def test_every_named_study_can_run_and_its_keys_can_be_overridden(name):
     study = study_of([f"study={name}", "train.steps=10000", "optim.lr=2e-3"])
-    assert len(study.arms) > 1 and len(study.seeds) > 2 and study.words.keys() == {"claim", "source", "limits"}
+    assert len(study.arms) > 1 and study.cfg.compare.fresh > 2 and study.words.keys() == {"claim", "source", "limits"}
     assert study.rates == [2e-3]
     assert all(arm.cfg.train.steps == 10000 for arm in study.arms)
 
@@ -28,6 +28,8 @@ def test_every_named_study_can_run_and_its_keys_can_be_overridden(name):
         (["study=qk_nrom"], "Did you mean qk_norm"),
         (["optim.lr=1e-3,fast"], "optim.lr: .*fast"),
         (["compare.baseline=x", "norm.kind=layernorm,rmsnorm"], "no such arm"),
+        (["compare.fresh=2", "optim.lr=1e-3,3e-3"], "compare.fresh=2: takes 0, or 3 and more"),
+        (["seed=10000"], "seed=10000: takes less than 10000"),
         (["compare.timing_cycles=3"], "takes 0, which times nothing, or 6 and more"),
         (["train.precision=fp16", "device=cpu"], "fp16"),
         (["parallel=fsdp"], "parallel"),

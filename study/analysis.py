@@ -71,7 +71,7 @@ def analyse(study: Study, found: Found) -> Report:
     fresh = any(run.stage == FRESH for run in found.results)
     judged = {name: found.judged(name, rate) for name, rate in rates.items()}
     samples = {name: sample(found, runs, rate_error(found, name, runs, not fresh)) for name, runs in judged.items()}
-    again, own = sample(found, found.of(baseline + AGAIN)), samples[baseline]
+    again, own = sample(found, found.at(baseline + AGAIN, rates[baseline])), samples[baseline]
     samples[baseline] = replace(own, losses=[*own.losses, *again.losses], failed=own.failed + again.failed)
     every = [(a, b) for at, b in enumerate(names) for a in names[at + 1 :]]
     asked = every if study.cfg.compare.all_pairs else [(name, baseline) for name in names if name != baseline]
@@ -104,7 +104,8 @@ def analyse(study: Study, found: Found) -> Report:
                 equal_time=at_equal_time.get((name, baseline)),
             )
         )
-    aa = differences({"again": again, "own": own}, [("again", "own")])["again", "own"] if again.runs else None
+    both = {"again": again, "own": replace(own, error=0.0)}  # at one rate
+    aa = differences(both, [("again", "own")])["again", "own"] if again.runs else None
     chosen = not fresh and any(len(found.rates(name)) > 1 for name in names)
     pairs = of_pairs if study.cfg.compare.all_pairs else {}
     return Report(made, baseline, aa, pairs, len(found.results), chosen, noise)

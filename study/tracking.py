@@ -15,11 +15,14 @@ def log(study: Study, made: Report, found: Found, folder: Path) -> str:
     group = Group(study.cfg.logging, folder, "study")
     arms = {arm.name: arm for arm in study.arms} | {study.baseline.name + AGAIN: study.baseline}
     for result in found.results:
+        if result.arm not in arms:  # of an earlier command
+            continue
         config = configs.to_dict(arms[result.arm].at(result.rate, result.seed))  # seed is a key of it
         name = f"{result.arm} {result.stage} lr={result.rate:g} seed={result.seed}"
-        run = group.start(name, config | {"arm": result.arm, "rate": result.rate})
+        run = group.start(name, config | {"arm": result.arm, "rate": result.rate, "stage": result.stage})
         for step, loss in result.evaluated:
-            run.log({"val/loss": loss}, step)
+            if loss is not None:
+                run.log({"val/loss": loss}, step)
         run.summarise({"val/last": result.last, "spikes": result.spikes, "over": result.over})
         run.finish(0)
     return group.sum_up(configs.to_dict(study.cfg), {}, {"arms": table(made)})

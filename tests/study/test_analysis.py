@@ -76,6 +76,7 @@ def test_seeds_that_chose_the_rate_are_not_compared_where_there_are_others():
     runs = [run(name, rate, 1, 1.44 + more) for name in ("a", "b") for rate, more in at.items()]
     runs += [run(name, 3e-3, 10_000 + i, loss, stage=FRESH) for name in ("a", "b") for i, loss in enumerate(CLOSE)]
     runs += [run("b", 1e-3, 10_000, 1.0, stage=FRESH), run("a" + AGAIN, 3e-3, 20_000, 1.442)]
+    runs += [run("a" + AGAIN, 1e-3, 20_000, 1.9)]  # of a time when another rate was the best
     made, study = report_of(runs, rates=at, seeds=[1])
     assert [list(arm.sample.losses) for arm in made.arms] == [[*CLOSE, 1.442], CLOSE] and made.arms[1].rate == 3e-3
     assert not made.chosen_by_same and 0 < made.arms[1].sample.error < 0.005

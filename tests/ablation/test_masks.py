@@ -46,4 +46,4 @@ def test_the_arms_own_masks_pass_and_shared_ones_and_none_are_not_looked_at(monk
             one = found(name, "model.dropout=0.1", *options)
             assert one.holds and one.elements >= 1 << 16 and one.dropped == pytest.approx(0.1, abs=5e-3)
     assert found("torch", "model.dropout=0") is None
-    assert found("torch", "model.dropout=0.1", "norm.dropout_masks=shared") is None
+    assert found("torch", "model.dropout=0.1", "norm.impl=torch", "norm.dropout_masks=shared") is None

@@ -8,10 +8,10 @@ from configs.machine import Machine
 from configs.schema import Choice
 from model import GPT
 from tests.runs import config
-from train import learning_rate
 from training.build import is_fsdp
 from training.optimizer import make_optimizer
-from training.step import MixedPrecision
+from training.precision import MixedPrecision
+from training.schedule import learning_rate
 
 ELSEWHERE = {"data.source", "tokenizer.kind", "logging.wandb", "logging.without_key", "ablate.switch", "device"}  # no training
 NAMES = [name for name, key in keys.schema().items() if keys.choices(key) and name not in ELSEWHERE]

@@ -80,7 +80,8 @@ def attributions(cells: Sequence[Cell], path: Path, footer: str) -> None:
 def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
     """Error ratios: a dot for every quantity, beside the band that is accepted.
 
-    The ratio is the arm's distance from the reference over that of torch summed in another order, a geometric mean over seeds.
+    The ratio is the arm's distance from the reference over what rounding and other orders of sums explain, a geometric mean
+    over seeds.
     """
     titles = [f"{one.arm}: {label(one.overrides)}, {one.precision}, {len(one.seeds)} seeds" for one in found]
     figure, axes, heights = _rows([(title, KINDS) for title in titles])
@@ -91,14 +92,14 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
         for quantity, distances in one.distances.items():
             kind, layer, _ = quantity.partition(" of ")
             y = heights[len(KINDS) * number + KINDS.index(f"{kind}s" if layer else quantity)]
-            ratio = np.exp(np.mean([np.log(of.tested / of.reordered) for of in distances])).clip(*DRAWN)
+            ratio = np.exp(np.mean([np.log(of.tested / max(of.reordered, 1.0)) for of in distances])).clip(*DRAWN)
             dot = {"color": ARMS.get(one.arm, {"color": GREY})["color"], "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
             axes.plot([ratio], [y + scatter.uniform(-0.2, 0.2)], "o", **dot)
     axes.set_xscale("log")
     axes.set_xlim(0.8 * DRAWN[0], 1.25 * DRAWN[1])
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
     axes.set_xlabel(f"error ratio; green: accepted, up to {MARGIN}; {DRAWN[1]:g} is that or more", fontsize=8)
-    finish(figure, "Parity: the error beside that of torch summed in another order", footer, path)
+    finish(figure, "Parity: the error beside what rounding and other orders of sums explain", footer, path)
 
 
 def _rows(groups: Sequence[tuple[str, Sequence[str]]]) -> tuple[Any, Any, list[float]]:

@@ -103,7 +103,6 @@ class Parity:
     quantities: list[Quantity]
     val_loss: dict[str, list[float]]  # by arm: for each seed
     val_difference: Interval  # the tested arm − torch, pairs are seeds: the mean, with Student's interval
-    val_spread: float  # standard deviation of torch's over seeds
     holds: bool
     verdict: str
     distances: dict[str, list[Distances]]  # by quantity: for each seed; the tests are of these

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation import plots
-from benchmarks import host, memory, report, scaling
+from benchmarks import host, memory, report, scaling, study_errors
 from benchmarks.command import FOLDER
 from measure.comparison import AGAIN, TORCH
 from measure.files import replace_text
@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "host": host.markdown,
     "memory": memory.markdown,
     "scaling": scaling.markdown,
+    "study_errors": study_errors.markdown,
 }
 PICTURED = ("gpt2", "llama")  # ablations in the lead picture
 Cell = dict[str, Any]  # of a report.json

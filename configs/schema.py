@@ -378,6 +378,10 @@ class CompareConfig:
 
     baseline: str | None = key(None, "the arm that the others are compared with; null: the first", "nothing")
     diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", "nothing", above=0)
+    fresh: int = key(8, "seeds at each arm's best rate, which had no part in its choice; 0: no verdict", "nothing", at_least=0)
+    race_steps: int | None = key(None, "steps after which two rates go on; null: steps / 10; 0: all do", "nothing", at_least=0)
+    equal_time: bool = key(False, "train slower arms again, by a schedule that ends when the fastest ends", "nothing")
+    all_pairs: bool = key(False, "ask of each pair of arms whether it differs, not of the baseline's alone", "nothing")
     probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", "nothing", at_least=0)
     timing_cycles: int | None = key(None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", "nothing", at_least=0)
 

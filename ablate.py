@@ -42,7 +42,7 @@ from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import launches, profile_step, shares
-from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
+from measure.comparison import TORCH, compare_all, conclusion, cycle_times, is_twin
 from measure.environment import environment
 from measure.files import relative, replace_text
 from measure.progress import progress
@@ -221,7 +221,7 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         left_out[NANOGPT] = "Its step is not captured."
     if mode in IS_COMPILED and NormImpl.compiled in cfg.ablate.arms:
         left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
-    masks = [check_masks(arm, compiled=mode in IS_COMPILED) for name, arm in arms.items() if name != AGAIN]
+    masks = [check_masks(arm, compiled=mode in IS_COMPILED) for name, arm in arms.items() if not is_twin(name)]
     cell = Cell(
         overrides=variant.overrides,
         mode=mode,
@@ -233,7 +233,9 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         left_out=left_out,
         masks=[one for one in masks if one],
     )
-    cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
+    cell = replace(
+        cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, *cell.controls)
+    )
     return profiled(cell, arms) if work.precision.device.type == "cuda" else cell
 
 
@@ -283,7 +285,7 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
     return replace(
         cell,
         arms={name: replace(of, launches=launches(kernels[name])) for name, of in cell.arms.items()},
-        attribution=replace(attribution, kernels={name: of for name, of in kernels.items() if name != AGAIN}),
+        attribution=replace(attribution, kernels={name: of for name, of in kernels.items() if not is_twin(name)}),
     )
 
 

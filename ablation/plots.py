@@ -10,7 +10,7 @@ import numpy as np
 from ablation.gpu_time import parts_ms
 from ablation.records import Cell, Parity
 from ablation.rounding import MARGIN
-from measure.comparison import AGAIN
+from measure.comparison import is_twin
 from measure.plots import ARMS, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, ticker
 from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
@@ -29,7 +29,8 @@ class Bars:
 
 
 def bars_of(cell: Cell) -> Bars:
-    steps = {name: spread([ms for block in arm.blocks_ms for ms in block]) for name, arm in cell.arms.items() if name != AGAIN}
+    arms = {name: arm for name, arm in cell.arms.items() if not is_twin(name)}
+    steps = {name: spread([ms for block in arm.blocks_ms for ms in block]) for name, arm in arms.items()}
     return Bars(cell.title, steps, {base: cell.against(base).speedup for base in cell.opponents})
 
 

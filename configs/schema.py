@@ -360,7 +360,7 @@ class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
     switch: Switch = key(Switch.norm, "whose impl is compared; the other one is held fixed", "nothing")
-    arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; torch is timed twice (A/A)", "nothing")
+    arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; two are timed twice (A/A)", "nothing")
     nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose step is timed too", "nothing")
     cycles: int = key(12, "cycles of two blocks per arm; a multiple of the arms favours none", "nothing", at_least=6)
     block_steps: int | None = key(None, "steps of a block, after one uncounted; null: 250 ms", "nothing", at_least=1)

@@ -134,27 +134,32 @@ def failing(found: Found, name: str, sample: Sample, rate: float) -> str:
 
 def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     """The sample, with the most that the arm could gain by another rate: from the best rate's loss down to the lowest point of
-    the parabola in log rate through it and its two neighbours, which are equally far.
+    the parabola in log rate through it and its two neighbours.
 
-    Its error counts: the rises to the neighbours, p ≤ q, are taken where the parabola is lowest within their one-sided 95 %
-    limits, from the spread of the sample. Beyond a cliff no parabola goes on, so the cost is at most the rise on the flatter
-    side, p within its limit. Infinite if the best rate has no neighbour on one side.
+    Its error counts: one neighbour is taken lower and the other higher by a one-sided 95 % limit, from the spread of the
+    sample. Beyond a cliff no parabola goes on, so the cost is at most the limit of the rise on the flatter side. Infinite if
+    the best rate has no neighbour on one side.
     """
     rates, best = found.rates(name), found.best_rate(name)
     if len(rates) < 2:
         return sample
-    tried = list(rates)
-    at = tried.index(best)
-    if not (0 < at < len(tried) - 1) or math.isinf(rates[best]):
+    rises = {math.log(rate / best): loss - rates[best] for rate, loss in rates.items() if math.isfinite(rates[best])}
+    below, above = max((x for x in rises if x < 0), default=0.0), min((x for x in rises if x > 0), default=0.0)
+    if not below or not above:
         return replace(sample, cost=math.inf)
-    near = tried[at - 1 : at + 2]
-    seeds = min(len(found.of(name, SEARCH, rate=rate)) for rate in near)
+    p, q = rises[below], rises[above]
+    seeds = min(len(found.of(name, SEARCH, rate=rate)) for rate in rates)
     deviation = float(np.std(sample.losses, ddof=1)) if len(sample.losses) > 1 else 0.0
     error = ONE_SIDED * deviation * math.sqrt(2 / seeds)
-    low, high = sorted(rates[rate] - rates[best] for rate in (near[0], near[2]))
-    p, q = max(low - error, 0.0), high + error
-    parabola = (q - p) ** 2 / (8 * (p + q)) if 0 < p + q < math.inf else q
-    return replace(sample, cost=min(parabola, low + error))
+    left, right = depth(-below, above, p + error, max(q - error, 0.0)), depth(-below, above, max(p - error, 0.0), q + error)
+    return replace(sample, cost=min(max(left, right), min(p, q) + error))
+
+
+def depth(a: float, b: float, p: float, q: float) -> float:
+    """How far below 0 the parabola through (−a, p), (0, 0) and (b, q) is lowest; infinite beside a run that failed."""
+    if math.isinf(p + q):
+        return math.inf
+    return (q * a / b - p * b / a) ** 2 / (4 * (a + b) * (p / a + q / b)) if p + q else 0.0
 
 
 def sensitivity(study: Study, found: Found, name: str) -> Interval | None:

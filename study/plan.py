@@ -2,7 +2,7 @@
 
 race         every given rate, with the seeds of the command, for the first compare.race_steps of its schedule. Two rates go on
 search       these two to the end, and then rates around the best one, until on either side it has a neighbour within half a
-             step of the given rates, and then within a quarter; also beyond the given ones
+             step of the given rates, or a quarter where that one fails; also beyond the given ones
 fresh        the arm at its best rate with compare.fresh seeds that had no part in the choice: these are compared
 A/A          the baseline with as many seeds again
 equal time   with compare.equal_time: an arm whose step takes longer than the fastest one's, with a schedule of the steps that
@@ -19,7 +19,7 @@ from typing import Protocol
 from study.arms import Arm, Study
 from study.runs import AGAIN, FRESH, RACE, SEARCH, TIME, Found
 
-MOST_RATES = 10  # that the search adds to the given ones
+MOST_RATES = 8  # that the search adds to the given ones
 
 
 class Train(Protocol):
@@ -60,17 +60,23 @@ def search(study: Study, arm: Arm, found: Found, train: Train) -> None:
         train(arm, RACE, rates, study.seeds, until)
         raced = found.rates(arm.name, RACE)
         rates = sorted(rates, key=raced.__getitem__)[:2]
-    train(arm, SEARCH, rates, study.seeds)
-    for parts in (2, 4):
-        while more := beside(study.rates, list(found.rates(arm.name)), found.best_rate(arm.name), parts):
-            train(arm, SEARCH, more, study.seeds)
+    while rates:
+        train(arm, SEARCH, rates, study.seeds)
+        rates = beside(study.rates, found.rates(arm.name), found.best_rate(arm.name))
 
 
-def beside(given: Sequence[float], trained: Sequence[float], best: float, parts: int) -> list[float]:
-    """The rates around the best one that it lacks, for neighbours within so many parts of a step of the given rates."""
-    part = (max(given) / min(given)) ** (1 / (len(given) - 1) / parts)
-    if len(set(trained) - set(given)) >= MOST_RATES:
+def beside(given: Sequence[float], losses: Mapping[float, float], best: float) -> list[float]:
+    """The rates around the best one that it lacks.
+
+    Args:
+        losses: by rate that was trained.
+    """
+    step, wanted = math.log(max(given) / min(given)) / (len(given) - 1), []
+    if len(losses.keys() - set(given)) >= MOST_RATES:
         return []
-    below, above = ([factor for rate in trained if (factor := (rate / best) ** sign) > 1] for sign in (-1, 1))
-    wanted = [(best / part, below), (best * part, above)]
-    return [float(f"{rate:.3g}") for rate, near in wanted if min(near, default=math.inf) > part**1.1]
+    for sign in (-1, 1):
+        distance, near = min(((far, r) for r in losses if (far := sign * math.log(r / best)) > 0), default=(math.inf, best))
+        parts = 4 if math.isinf(losses[near]) and math.isfinite(losses[best]) else 2
+        if distance > 1.1 * step / parts:
+            wanted.append(float(f"{best * math.exp(sign * step / parts):.3g}"))
+    return wanted

@@ -36,15 +36,22 @@ def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", **keys):
 @pytest.mark.parametrize("best", [3e-3, 2.2e-3, 5e-3, 3e-4, 1e-4, 5e-2])
 def test_the_search_ends_near_the_best_rate_wherever_that_is_with_neighbours_on_both_sides(best):
     _, found, _ = drawn(GIVEN, [1], best, arms="a")
-    rates, part = list(found.rates("a")), (3e-2 / 3e-4) ** (1 / 16)
+    rates, half = list(found.rates("a")), (3e-2 / 3e-4) ** (1 / 8)
     chosen = found.best_rate("a")
     at = rates.index(chosen)
-    assert abs(math.log(chosen / best)) <= 0.55 * math.log(part) and len(rates) <= 2 + MOST_RATES
-    assert rates[at] / rates[at - 1] < part**1.1 and rates[at + 1] / rates[at] < part**1.1
+    assert abs(math.log(chosen / best)) <= 0.55 * math.log(half) and len(rates) <= 2 + MOST_RATES
+    assert rates[at] / rates[at - 1] < half**1.1 and rates[at + 1] / rates[at] < half**1.1
 
 
 def test_a_search_that_finds_no_end_stops():
-    assert beside(GIVEN, [*GIVEN, *(1e-4 / 2**i for i in range(MOST_RATES))], 1e-6, 2) == []
+    trained = dict.fromkeys([*GIVEN, *(1e-4 / 2**i for i in range(MOST_RATES))], 2.0)
+    assert beside(GIVEN, trained | {1e-6: 1.0}, 1e-6) == []
+
+
+def test_beside_a_rate_that_fails_another_one_is_nearer():
+    losses = {1e-3: 1.6, 1.78e-3: 1.52, 3e-3: 1.5, 1e-2: math.inf}
+    assert beside(GIVEN, losses, 3e-3) == [pytest.approx(3e-3 * 10**0.125, rel=0.01)]
+    assert beside(GIVEN, losses | {4e-3: math.inf}, 3e-3) == []
 
 
 def test_every_stage_has_its_runs_and_seeds_that_chose_the_rate_are_not_fresh():

@@ -6,6 +6,7 @@ python ablate.py ablate.arms=[torch,compiled,liger,fused]    another library's n
 python ablate.py ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py … folder=runs/FOLDER resume=auto            goes on behind the last cycle of an ablation that was stopped
+python ablate.py ablate.processes=5 …                        in five processes, whose variation enters the intervals
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
 Ends with exit code 1 if parity fails or the disk is full, 2 if the configuration is wrong, 3 if the device has too little
@@ -30,7 +31,7 @@ import torch
 
 import configs
 import ops
-from ablation import kept, nanogpt, parity, records, report, timing, tracking
+from ablation import kept, nanogpt, parity, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
 from ablation.gpu_time import attribute, loss_bytes, norm_bytes
 from ablation.kept import Kept
@@ -68,7 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> int:
         nonlocal folder
         variants = variants_of(arguments)
-        works, cfg = [prepare(variant) for variant in variants], variants[0].cfg
+        cfg = variants[0].cfg
+        if cfg.ablate.processes > 1:
+            with place(cfg, "ablate.py", "ablation") as folder:
+                return processes.ablate(arguments, cfg.ablate.processes, folder)
+        works = [prepare(variant) for variant in variants]
         with place(cfg, "ablate.py", "ablation") as folder:
             device = torch.device(machine.inspect(cfg.device).device)
             cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))

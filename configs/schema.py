@@ -368,6 +368,7 @@ class AblateConfig:
     compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", "nothing")
     eager: bool = key(True, "false: compiled cells alone; needs ablate.compile=true, or a GPU", "nothing")
     graph: bool | None = key(None, "true: as one CUDA graph too; null: on a GPU if a step is short", "nothing")
+    processes: int = key(1, "processes, one after the other, whose variation enters intervals", "nothing", at_least=1)
     parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", "nothing", at_least=0)
     parity_steps: int = key(10, "optimizer steps of a parity run", "nothing", at_least=1)
 

@@ -11,6 +11,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from measure.comparison import AGAIN as TORCH_AGAIN
 from measure.comparison import TORCH, cycle_times
 from measure.differences import Difference, Sample, difference, differences
 from measure.statistics import Interval, mean_interval, paired_ratio
@@ -27,7 +28,7 @@ class Price:
 
     ms: dict[str, float]  # by contender, see study/timing.py
     over_torch: Interval | None  # time with PyTorch's norms over the arm's own
-    again: Interval | None  # A/A of the arm's own step
+    again: Interval | None  # A/A of the arm's own step; in records of revision 722b5493 of PyTorch's
     of_baseline: Interval | None  # the arm's time over the baseline's
 
 
@@ -188,9 +189,9 @@ def price(found: Found, arm: Arm, baseline: str) -> Price:
         return paired_ratio(*(cycle_times([[ms] for ms in blocks[name]]) for name in (numerator, denominator)))
 
     return Price(
-        ms={name: median(of) for name, of in blocks.items() if name not in (BASELINE, OWN_AGAIN)},
+        ms={name: median(of) for name, of in blocks.items() if name not in (BASELINE, OWN_AGAIN, TORCH_AGAIN)},
         over_torch=ratio(TORCH, own) if own != TORCH else None,
-        again=ratio(own, OWN_AGAIN),
+        again=ratio(own, OWN_AGAIN) or ratio(TORCH, TORCH_AGAIN),
         of_baseline=ratio(own, own if arm.name == baseline else BASELINE),
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 import yaml
@@ -23,6 +24,7 @@ from training.tracking import with_defaults
 RATE, SEED = "optim.lr", "seed"
 FRESH_SEEDS, AGAIN_SEEDS = 1001, 2001  # the first of those that no command gives
 FOLDER = keys.FOLDER / "study"
+PACKAGES = "{packages}"  # in a file: where Python's packages are installed
 WORDS = ("claim", "source", "limits")  # of a file, beside its arguments and arms
 
 
@@ -103,17 +105,33 @@ class Study:
         return set(there)
 
 
-def study_of(arguments: Sequence[str]) -> Study:
+def sizes_of(arguments: Sequence[str]) -> list[str]:
+    """The sizes of the named study, if it is a ladder."""
+    return [str(size) for size in _named(arguments)[0].get("sizes", {})]
+
+
+def _named(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The file of the study that is named, and the other arguments."""
+    named = [text for text in arguments if text.startswith("study=")]
+    return _read(named[-1].partition("=")[2]) if named else {}, [text for text in arguments if text not in named]
+
+
+def study_of(arguments: Sequence[str], size: str = "") -> Study:
     """The study of a command line.
+
+    Args:
+        size: of a ladder.
 
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key that a comparison has no use for.
     """
-    named = [text for text in arguments if text.startswith("study=")]
-    given = [text for text in arguments if text not in named]
-    found = _read(named[-1].partition("=")[2]) if named else {}
-    # of a key that comes twice, the last
-    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*found.get("arguments", []), *given])}
+    found, given = _named(arguments)
+    every = [
+        *found.get("arguments", []),
+        *(next(of for name, of in found["sizes"].items() if str(name) == size) if size else []),
+        *given,
+    ]
+    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse(every)}  # of a key that comes twice, the last
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
     swept = {one.get_key_element() for one in configs.parse(list(parsed.values())) if one.is_sweep_override()}
     if unswept := swept & {"folder", "resume"}:
@@ -173,7 +191,10 @@ def _read(name: str) -> dict[str, Any]:
             known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
             near = keys.did_you_mean(name, known)
             raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
-        found, takes = yaml.safe_load(path.read_text(encoding="utf-8")), (*WORDS, "arguments", "arms")
+        found, takes = (
+            yaml.safe_load(path.read_text(encoding="utf-8").replace(PACKAGES, get_path("purelib"))),
+            (*WORDS, "arguments", "arms", "sizes"),
+        )
     if not isinstance(found, dict) or set(found) - set(takes):
         raise ConfigError(f"study={name}: takes {', '.join(takes)}, got {', '.join(found or [])}.")
     return found

@@ -28,7 +28,6 @@ from training.checkpoint import Stored, Validation
 from training.distributed import ALONE, World
 from training.interrupt import Stopped, show
 from training.metrics import NonFiniteError
-from training.plot import loss_curve
 from training.tracking import Tracker, agent_job, described, with_defaults
 
 SHOWN_EVERY_S = 10.0
@@ -193,6 +192,8 @@ class Run:
         cfg, picture = self.cfg, self.folder / "loss.png"
         title = f"{cfg.data.name}, {cfg.model.size}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
         try:
+            from training.plot import loss_curve  # matplotlib: a tenth of the time to the first step
+
             if self.tracker and loss_curve(storage.read_metrics(self.folder), picture, title):
                 self.tracker.log_image("loss", picture, self.step)
         except Exception as error:

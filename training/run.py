@@ -208,7 +208,7 @@ class Run:
             finally:
                 self.tracker.finish(exit_code)
         elif self.leads and not self.origin.in_place:
-            for name in ("config.yaml", "environment.json", ".lock", storage.MARK, "tokenizer.json"):
+            for name in storage.BEFORE_START:
                 (self.folder / name).unlink(missing_ok=True)
             with suppress(OSError):
                 self.folder.rmdir()

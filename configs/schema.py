@@ -195,7 +195,9 @@ class DataConfig:
 
     name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or end of path", "results")
     source: Source = key(Source.shakespeare, "where documents come from", "results")
-    files: list[str] = key(list, "paths, globs; a file is a document; of .jsonl, .csv, .tsv, .parquet each row", "results", only="source=text")
+    files: list[str] = key(
+        list, "paths, globs; a file is a document; of .jsonl, .csv, .tsv, .parquet each row", "results", only="source=text"
+    )
     path: str | None = key(None, "owner/name, or a local folder", "results", only="source=hub")
     subset: str | None = key(None, "name of the data set's configuration", "results", only="source=hub")
     revision: str | None = key(None, "a commit, so that a run can be repeated", "results", only="source=hub")

@@ -40,10 +40,12 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "losses": LOSSES,
     "calls": (*NORMS, *CALLS),
     "step": STEP,
+    "study": ("measure/differences.py", "study/analysis.py", "study/plan.py", "study/runs.py"),
     "ranks": (*STEP, "training/distributed.py", "training/sharding.py"),
 }
 OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
     "rotary": "rotary", "losses": "losses", "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
+    "study_errors": "study",
 }  # fmt: skip
 
 

@@ -91,7 +91,8 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
     here = environment(precision.device)
     versions = {name: here["versions"][name] for name in ("torch", "triton")}
     made = versions | {"card": here["gpu"]["name"] if here["gpu"] else "CPU"}
-    store = Store(folder / "runs.jsonl", made | {"code": fingerprints()["step"]})
+    # Seeds that are compared at a single rate may be those that choose among several.
+    store = Store(folder / "runs.jsonl", made | {"code": fingerprints()["step"], "several rates": len(study.rates) > 1})
     replace_text(folder / "config.yaml", configs.to_yaml(cfg))
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)

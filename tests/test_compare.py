@@ -92,6 +92,8 @@ def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied,
     more = [(run["arm"], run["stage"]) for run in grown[len(before) :]]
     assert more.count(("norm.kind=layernorm", FRESH)) == 1 and more.count(("norm.kind=dyt", FRESH)) == 3
     assert ("norm.kind=layernorm", SEARCH) not in more
+    assert compare.main([*command[2:], "optim.lr=1e-3"]) == 2
+    assert "several rates=false, there true" in capsys.readouterr().err
     assert compare.main([*command[2:], "optim.beta2=0.9"]) == 2
     assert "norm.kind=layernorm: the folder has runs of it with optim.beta2=0.9, there 0.99. " in capsys.readouterr().err
 

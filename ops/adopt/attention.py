@@ -7,7 +7,7 @@ A module keeps its own forward. What runs is a copy of it under other names: the
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, update_wrapper
+from functools import cache, update_wrapper, wraps
 from types import FunctionType, new_class
 from typing import Any, NamedTuple
 
@@ -47,10 +47,16 @@ def _rebuild(own: type, turn: Turn) -> Any:
 
 @cache
 def adopted_class(own: Any, turn: Turn) -> type:
-    forward = own.forward
-    functions = {turn.function: turning(turn, forward.__globals__[turn.function])}
+    recognised = own.forward
+    ours = with_names(recognised, {turn.function: turning(turn, recognised.__globals__[turn.function])}, turn.norms)
+
+    @wraps(recognised)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_own = own.forward is recognised  # otherwise a tool has replaced it since
+        return (ours if is_own else own.forward)(self, *args, **kwargs)
+
     body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_own": own, "_turn": turn}
-    body |= {"forward": with_names(forward, functions, turn.norms)} | {_later(name): _leaving(name) for name in turn.norms}
+    body |= {"forward": forward} | {_later(name): _leaving(name) for name in turn.norms}
     return new_class(own.__name__, (AdoptedAttention, own), {}, lambda space: space.update(body))
 
 

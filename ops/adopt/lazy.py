@@ -12,6 +12,7 @@ additions, scales, dropout.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -28,6 +29,7 @@ from ..reference import Norm
 from ..torch_state import has_hooks, is_eager
 
 WATCH: Callable | None = None  # sees each norm and its x and y, and each sum and its result: for `trial`, and checks of rows
+_APPLY = torch.autograd.Function.apply.__code__
 _METADATA = {"shape", "device", "ndim", "size", "dim", "numel", "is_floating_point", "is_nested", "new_empty"}
 
 
@@ -52,6 +54,11 @@ def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, **parts: Any) -> Te
         r = r.view(r.shape)
     r._ahead = Ahead(norm, y, _state(r))
     return r
+
+
+def can_go_along(norm: Any) -> bool:
+    """Whether a kernel may compute a norm before the block calls it: it is a replaced one, and nobody looks at it."""
+    return hasattr(norm, "formula") and not has_hooks(norm) and norm.has_own_forward()
 
 
 def take_ahead(norm: Any, x: Tensor) -> Tensor | None:
@@ -109,6 +116,16 @@ class Lazy:
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
         self._value: Tensor | None = None
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # An autograd.Function asks each argument for it, and takes what is no tensor for a constant.
+        if sys._getframe(1).f_code is _APPLY:
+            raise TypeError(
+                "an autograd.Function got what a sublayer of a fused block gave, before its sum, and would lose its gradient. "
+                "Where a flag of the block decides that: set the flag, then call adopt; or leave the block alone with only="
+            )
+        return type(self)
+
     def then(self, **what: Any) -> "Lazy":
         return Lazy(**({name: getattr(self, name) for name in Lazy.__dataclass_fields__} | what))
 
@@ -138,7 +155,7 @@ class Lazy:
         norm, residual = self.next_norm, self.residual
         assert residual is not None
         in_graph = torch.compiler.is_compiling()  # where nobody can tell of what a tensor is a view
-        if norm is None or has_hooks(norm) or (in_graph and self.role.viewed):
+        if norm is None or not can_go_along(norm) or (in_graph and self.role.viewed):
             r = self.tensor()  # a hook gets the sum before the norm, with its whole gradient
         else:
             parts = self

@@ -257,9 +257,9 @@ class _Bench:
                         if has_rows_of(t, one.r) and one.r._version == one.version and not one.norm:
                             one.norm, one.viewed = paths[what], t is not one.r
 
-            takers = [role.path for role in roles if role.takes]  # which have no hook but their own
+            sources = [role.path for role in roles]  # which have no hook but their own
             for part, path in paths.items():
-                if path and path not in takers:
+                if path and path not in sources:
                     part.register_forward_hook(see, with_kwargs=True)
             fuse(clone, replace(self.empty, roles=roles))
             lazy.WATCH = watch

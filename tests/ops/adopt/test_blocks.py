@@ -13,6 +13,8 @@ from ops import fuse_prenorm_block, replace_norms
 from .lookalikes import Llama
 from .toys import Block, Model, N, block_of, classes, fused, nothing
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 
 def gradients(model, x):
     x = x.clone().requires_grad_()

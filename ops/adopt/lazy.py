@@ -143,6 +143,8 @@ class Lazy:
         return self._value
 
     def _compute(self) -> Tensor:
+        if self.is_only_normed():
+            return self.branch_norm.of_tensor(self.x)
         if self.is_plain() and (self.x1 is None or self.residual is None):
             others = [t for t in (self.x1, self.residual) if t is not None]
             return others[0] + self.x if others else self.x
@@ -185,6 +187,15 @@ class Lazy:
             found |= {"branch_norm": self.branch_norm.formula.norm, "branch_weight": weight, "branch_bias": bias}
         return found
 
+    def is_only_normed(self) -> bool:
+        return self.branch_norm is not None and self.then(branch_norm=None).is_plain() and self.x1 is None is self.residual
+
+    def transpose(self, a: int, b: int) -> Any:
+        rows_stay = not {a, b} & {-1, self.x.dim() - 1}
+        if rows_stay and self.is_only_normed():
+            return self.then(x=self.x.transpose(a, b))
+        return self.tensor().transpose(a, b)
+
     def is_plain(self) -> bool:
         """Whether nothing is to be done to x before the add."""
         return not self.holds_weights() and self.rowscale is None and self.scale == 1.0 and self.dropout_p == 0.0
@@ -196,6 +207,8 @@ class Lazy:
     def dtype(self) -> torch.dtype:
         if self.residual is not None:
             return self.residual.dtype
+        if self.branch_norm is not None and self.is_only_normed():
+            return self.branch_norm.out_dtype(self.x.dtype)
         dtypes = [t.dtype for t in (self.x, self.branch_weight, self.rowscale) if t is not None]
         return reduce(torch.promote_types, dtypes)
 

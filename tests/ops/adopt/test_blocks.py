@@ -72,15 +72,15 @@ def test_the_stream_stays_in_fp32_where_asked(device):
 def test_compiled_without_a_graph_break(checkpointed, device):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = fused(Model()).to(device), torch.randn(3, N, device=device)
+    model, x = fused(Model(depth=1)).to(device), torch.randn(3, N, device=device)
     wanted = gradients(model, x)
     if checkpointed:
         model.blocks = nn.ModuleList(Checkpointed(block, False) for block in model.blocks)
     torch.testing.assert_close(gradients(compiled(model, graphs := []), x), wanted)
-    dropping, graphs = fused(Model(p=0.1)).to(device), []
+    dropping, graphs = fused(Model(p=0.1, depth=1)).to(device), []
     assert checkpointed or compiled(dropping, graphs)(x).isfinite().all()
-    for graph in graphs:  # of each block two norms and a sum, and the last norm
-        assert sum("norm" in str(node.target) for node in graph.graph.nodes if node.op == "call_function") == 7
+    for graph in graphs:  # two norms and a sum of the block, and the last norm
+        assert sum("norm" in str(node.target) for node in graph.graph.nodes if node.op == "call_function") == 4
 
 
 def compiled(model, graphs):
@@ -96,7 +96,7 @@ class Compiled:
 
 
 def test_activation_checkpointing_around_a_fused_block(device):
-    model, x = fused(Model(p=0.5)).to(device), torch.randn(3, N, device=device)
+    model, x = fused(Model(p=0.5, depth=1)).to(device), torch.randn(3, N, device=device)
     torch.manual_seed(1)
     expected = gradients(model, x)
     for reentrant in (False, True):
@@ -115,15 +115,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, *args):
         return checkpoint(self.block, *args, use_reentrant=self.reentrant)
-
-
-def test_hooks_of_norms_and_blocks_see_what_they_saw_and_may_change_it(device):
-    model, x = Model().to(device), torch.randn(2, 3, N, device=device)
-    changed = fused(model)
-    for one in (model, changed):
-        one.blocks[0].ln_2.register_forward_hook(lambda norm, inputs, output: output * 2)
-        one.blocks[0].register_forward_hook(lambda block, inputs, output: output + inputs[0].mean())
-    torch.testing.assert_close(changed(x), model(x))
 
 
 REFUSED = {

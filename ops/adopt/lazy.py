@@ -173,14 +173,16 @@ class Lazy:
 
     def _arguments(self) -> dict[str, Any]:
         """Of `norm_fn`, which adds it up."""
-        rowscale = self.rowscale
-        if self.scale != 1.0:
+        rowscale, gain = self.rowscale, self.branch_weight
+        if self.scale != 1.0 and self.branch_norm is None:
+            gain = self.x.new_full(self.x.shape[-1:], self.scale, dtype=torch.float32) if gain is None else gain * self.scale
+        elif self.scale != 1.0:
             rowscale = self.x.new_ones(self.x.shape[:-1], dtype=torch.float32) if rowscale is None else rowscale
             rowscale = rowscale * self.scale
         found = {
             "x": self.x, "residual": self.residual, "x1": self.x1,
             "rowscale": None if rowscale is None else rowscale.expand(self.x.shape[:-1]),
-            "branch_weight": self.branch_weight, "dropout_p": self.dropout_p, "seed": self.seed,
+            "branch_weight": gain, "dropout_p": self.dropout_p, "seed": self.seed,
         }  # fmt: skip
         if self.branch_norm is not None:
             weight, bias = self.branch_norm.weights()

@@ -189,7 +189,7 @@ class AdoptedNorm(nn.Module):
         """Whether one kernel can norm the sum and do what is to be done to its branch: it has one eps and one offset."""
         if stream.branch_norm is not None:
             return stream.branch_norm.options(stream.x.dtype) == self.options(stream.x.dtype)
-        return stream.branch_weight is None or not self.formula.zero_centered_weight
+        return not self.formula.zero_centered_weight or (stream.branch_weight is None and stream.scale == 1.0)
 
     def reset_parameters(self) -> None:
         """As its own class does it, or else to the norm without weights."""

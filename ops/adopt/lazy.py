@@ -110,6 +110,7 @@ class Lazy:
     dropout_p: float = 0.0
     seed: Tensor | None = None  # there with dropout_p
     x1: Tensor | None = None  # a second branch
+    x1_role: Any = None  # the `blocks.Role` of that
     residual: Tensor | None = None  # x's shape; there where a second branch is to come
 
     def __post_init__(self) -> None:
@@ -261,7 +262,13 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     if isinstance(b, Lazy):
         if not (a.is_plain() and b.is_plain() and a.x.dtype == b.x.dtype and a.x1 is None and b.x1 is None):
             return a.tensor() + b.tensor() if b.residual is None else add(b, a.tensor())
-        both = a.then(x1=b.x, role=b.role, next_norm=b.next_norm, residual=b.residual if a.residual is None else a.residual)
+        both = a.then(
+            x1=b.x,
+            x1_role=a.role,
+            role=b.role,
+            next_norm=b.next_norm,
+            residual=b.residual if a.residual is None else a.residual,
+        )
         return both.summed() if both.residual is not None else both
     if a.residual is not None or torch.promote_types(a.dtype, b.dtype) != b.dtype:
         return a.tensor() + b

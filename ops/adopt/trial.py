@@ -191,7 +191,10 @@ class _Bench:
             self._compare(like)
             return like
         plan, roles, passed = self._observed([])[0], list[Role](), set[str]()
-        for path in calls:  # in the order in which they return
+        # In the order in which they return. Where two branches are added up, the first may be of use only after the second.
+        for path in (*calls, *(path for path in calls if "." not in path)):
+            if any(role.path == path for role in roles):
+                continue
             for takes in (True, False) if _may_take(self.block.get_submodule(path)) else (False,):
                 more, passes = self._observed([*roles, Role(path, takes)])
                 if more.gain > plan.gain:
@@ -287,7 +290,7 @@ class _Bench:
             if one.norm == "of another sum" or not (features or one.norm):
                 continue
             plan.gain += 2 + len(features) + bool(one.norm)
-            useful.update((one.role.path, *one.with_waiting))
+            useful.update((one.role.path, *one.with_waiting, *(role.path for role in [one.of.x1_role] if role)))
             if one.norm:
                 plan.norms[one.norm] = _merged(plan.norms.get(one.norm, ()), features)
                 found[one.role.path] = replace(found[one.role.path], next_norm=one.norm, viewed=one.viewed)

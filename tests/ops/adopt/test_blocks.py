@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ops import fuse_prenorm_block, replace_norms
+from ops.adopt import lazy
 
 from .lookalikes import Llama
 from .toys import Block, Model, N, block_of, classes, fused, nothing
@@ -60,6 +61,24 @@ def test_a_dropout_that_ends_a_sublayer_is_in_the_kernel_of_the_sum_as_it_is_now
     assert trial.norms["ln_2"] == ("dropout",) and ("dropout",) in trial.sums
     change(model.blocks[0])
     assert set(model.blocks[0](torch.zeros(64, N, device=device)).unique().tolist()) == expected
+
+
+def in_place(self, x):
+    y = self.ln_1(x)
+    h = self.mlp(y)
+    h += self.attn(y)
+    return x + h
+
+
+@pytest.mark.parametrize("forward", [in_place, lambda self, x: self.attn(y := self.ln_1(x)) + self.mlp(y) + x])
+def test_two_branches_that_are_added_up_first_are_one_kernel_with_the_stream(forward, device, monkeypatch):
+    block, x, sums = block_of(forward).to(device), torch.randn(3, N, device=device), []
+    wanted = block(x)
+    trial = fuse_prenorm_block(block)
+    assert trial.sums == [("second branch",)] and {role.path for role in trial.roles} == {"attn", "mlp"}
+    monkeypatch.setattr(lazy, "WATCH", lambda what, *_: sums.append(what) if isinstance(what, lazy.Lazy) else None)
+    torch.testing.assert_close(block(x), wanted, rtol=1e-4, atol=1e-5)
+    assert len(sums) == 1 and sums[0].x1 is not None
 
 
 def test_the_stream_stays_in_fp32_where_asked(device):

@@ -195,11 +195,13 @@ class DataConfig:
 
     name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or end of path", "results")
     source: Source = key(Source.shakespeare, "where documents come from", "results")
-    files: list[str] = key(list, "paths, globs; documents are files, or rows of .jsonl, .csv", "results", only="source=text")
+    files: list[str] = key(
+        list, "paths, globs; a file is a document; of .jsonl, .csv, .tsv, .parquet each row", "results", only="source=text"
+    )
     path: str | None = key(None, "owner/name, or a local folder", "results", only="source=hub")
     subset: str | None = key(None, "name of the data set's configuration", "results", only="source=hub")
     revision: str | None = key(None, "a commit, so that a run can be repeated", "results", only="source=hub")
-    text_field: str = key("text", "the column with the text, as of .jsonl and .csv files", "results", only="source=text,hub")
+    text_field: str = key("text", "the column with the text, where documents are rows", "results", only="source=text,hub")
     document_start: str | None = key(None, "pattern of a document's first line; rows are lines", "results", only="source=hub")
     train_split: str = key("train", "the split to train on", "results", only="source=hub")
     val_split: str | None = key(None, "the split to validate on; null: hold out val_fraction", "results", only="source=hub")

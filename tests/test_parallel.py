@@ -10,6 +10,7 @@ import pytest
 from tests.forks import Command
 from tests.ranks import train_together
 from tests.runs import ROOT, bits, environment, logged, newest, wait_until
+from training.storage import MARK, METRICS, TRAIN
 
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
 TWO = ["--standalone", "--nproc-per-node=2"]
@@ -87,10 +88,11 @@ def test_a_refused_command_is_explained_and_the_reason_stands_last(tiny, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.xfail(reason="not yet adapted to the merge of the rules of keys and files")
 def test_a_sweep_whose_first_rank_can_not_write_ends_and_leaves_no_rank_waiting_in_the_next_job(tiny, tmp_path):
-    (tmp_path / "sweep" / "0_seed-1" / "metrics.jsonl").mkdir(parents=True)  # where no line can be written
-    done = torchrun(tmp_path, ["-m", *tiny, "folder=sweep", "seed=1,2"]).finish()
+    first = tmp_path / "sweep" / "0_seed-1"
+    (first / METRICS).mkdir(parents=True)  # where no line can be written
+    (first / MARK).write_text(TRAIN)
+    done = torchrun(tmp_path, ["-m", *tiny, "folder=sweep", "seed=1,2", "resume=auto"]).finish()
     assert done.returncode == 1
     assert "sweep/0_seed-1/metrics.jsonl can't be written" in done.stderr.partition("Root Cause")[2]
     assert not (tmp_path / "sweep" / "1_seed-2").exists()

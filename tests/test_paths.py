@@ -27,6 +27,7 @@ def train(arguments):
         ),
         *((compare.main, f"{key}", f"{key}: File name too long") for key in (f"folder={LONG}", f"study={LONG}.yaml")),
         *((ablate.main, f"{key}={LONG}", f"{key}={LONG}: ") for key in ("folder", "data.cache_dir", "init_from")),
+        (ablate.main, f"tokenizer.kind=pretrained tokenizer.pretrained={LONG}", f"tokenizer.pretrained={LONG}: is no file"),
         (ablate.main, f"ablate.arms=[torch,fused,nanogpt] ablate.nanogpt={LONG}", f"ablate.nanogpt={LONG}: "),
         (sample.main, LONG, f"{LONG}: not a readable checkpoint: File name too long"),
         (plot.main, LONG, f"left out: {LONG}: File name too long"),

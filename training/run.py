@@ -28,7 +28,6 @@ from training.checkpoint import Stored, Validation
 from training.distributed import ALONE, World
 from training.interrupt import Stopped, show
 from training.metrics import NonFiniteError
-from training.plot import loss_curve
 from training.tracking import Tracker, agent_job, described, with_defaults
 
 SHOWN_EVERY_S = 10.0
@@ -193,6 +192,8 @@ class Run:
         cfg, picture = self.cfg, self.folder / "loss.png"
         title = f"{cfg.data.name}, {cfg.model.size}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
         try:
+            from training.plot import loss_curve  # matplotlib: a tenth of the time to the first step
+
             if self.tracker and loss_curve(storage.read_metrics(self.folder), picture, title):
                 self.tracker.log_image("loss", picture, self.step)
         except Exception as error:
@@ -207,7 +208,7 @@ class Run:
             finally:
                 self.tracker.finish(exit_code)
         elif self.leads and not self.origin.in_place:
-            for name in ("config.yaml", "environment.json", ".lock", storage.MARK, "tokenizer.json"):
+            for name in storage.BEFORE_START:
                 (self.folder / name).unlink(missing_ok=True)
             with suppress(OSError):
                 self.folder.rmdir()

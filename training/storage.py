@@ -26,6 +26,7 @@ from measure.files import as_storage_errors, discard, relative, replacing, sync
 FOLDER, METRICS = "checkpoints", "metrics.jsonl"
 MARK = ".program"  # in each folder that a program has claimed: its name
 TRAIN = "train.py"
+BEFORE_START = {MARK, ".lock", "config.yaml", "environment.json", "tokenizer.json"}  # of a run, before its first step
 
 
 def advice(run: Path) -> str:
@@ -172,12 +173,20 @@ def _take(folder: Path, program: str, resumes: bool) -> Path:
                 mark.write(program)
                 return candidate
         its = owner(candidate)
-        if resumes and its in (program, ""):
+        if its in (program, "") and (resumes or _was_left(candidate)):
             return candidate
         if resumes or its is None:
             whose = f"files of {its}" if its else "other files"
             raise ConfigError(f"folder={candidate}: it has {whose}. Name a new folder, such as folder=runs/NAME.")
     raise AssertionError("the numbers have no end")
+
+
+def _was_left(folder: Path) -> bool:
+    """Whether a run was killed there before its first step."""
+    if {path.name for path in folder.iterdir()} <= BEFORE_START:
+        with suppress(Timeout), FileLock(folder / ".lock", timeout=0):
+            return True
+    return False
 
 
 def owner(folder: Path) -> str | None:

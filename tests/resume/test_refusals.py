@@ -31,7 +31,6 @@ def folder(died, tmp_path):
     return Path(shutil.copytree(died, tmp_path / "run"))
 
 
-@pytest.mark.xfail(reason="not yet adapted to the merge of the rules of keys and files")
 def test_a_checkpoint_of_another_model_or_of_as_many_steps_is_refused_with_the_difference(folder, command):
     fewer = [*command, "train.steps=12", "resume_with_changes=true"]  # its last step was not evaluated
     refused(fewer, folder, r"is at step 12 of train\.steps=12: nothing is left to train")
@@ -76,7 +75,6 @@ def test_text_that_changed_is_refused_and_the_words_of_the_refusal_help_but_it_m
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.xfail(reason="not yet adapted to the merge of the rules of keys and files")
 def test_a_finished_run_has_nothing_to_resume_and_without_its_checkpoints_is_not_written_over(tiny, tmp_path):
     done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
     said = refused([f"resume={done.folder}"], tmp_path / "run", r"is at step 5 of train\.steps=5: nothing is left to train")

@@ -20,7 +20,7 @@ def opened(folder):
 @pytest.mark.parametrize(("error", "code"), [(ValueError("x"), 1), (SystemExit(143), 143), (KeyboardInterrupt(), 130)])
 def test_wandb_is_told_how_the_run_ended_though_its_picture_fails(tmp_path, monkeypatch, capsys, error, code):
     codes: list[int] = []
-    monkeypatch.setattr("training.run.loss_curve", no_space)
+    monkeypatch.setattr("training.plot.loss_curve", no_space)
     with pytest.raises(type(error)), opened(tmp_path / "run") as run:
         run.tracker = SimpleNamespace(finish=codes.append)
         raise error

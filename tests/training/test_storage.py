@@ -80,6 +80,7 @@ def test_a_folder_with_other_files_is_never_used_and_one_that_a_program_has_gets
     for folder, taken in (("../new", "../new"), ("../new", "../new_2"), (".", "."), (".", "../empty_2")):
         with storage.claim(Path(folder), "train.py") as found:
             assert found.samefile(taken)
+            (found / storage.METRICS).touch()
     names = ("tokenizer.json", "loss.png", "config.yaml", "run.json", "runs.jsonl", ".hidden", "a/b.txt", "run/config.yaml")
     for place, *asks in ((f"theirs {at}", name) for at, name in enumerate(names)):
         file = tmp_path / place / asks[0]
@@ -104,3 +105,12 @@ def test_a_folder_of_a_program_that_was_killed_as_it_took_it_is_resumed(tmp_path
     (tmp_path / storage.MARK).touch()
     with storage.claim(tmp_path, "train.py", resumes=True) as found:
         assert found == tmp_path
+
+
+def test_the_folder_of_a_run_that_was_killed_before_its_first_step_is_used_again_but_not_while_the_run_lives(tmp_path):
+    with storage.claim(tmp_path / "run", "train.py") as run:
+        (run / "config.yaml").touch()
+        with storage.claim(run, "train.py") as other:
+            assert other == tmp_path / "run_2"
+    with storage.claim(run, "train.py") as again:
+        assert again == run

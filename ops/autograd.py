@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import operators
+from .kit import first_order
 from .checks import function_name
 from .records import (
     ROWSCALES,
@@ -123,41 +124,6 @@ class Training:
             if sources[name] in wanted and sources[name] != "dz" and reached.get(name, True):
                 wanted[f"d{name}"] = getattr(of, name)
         return BackwardOptions(options, Gradients(**wanted)), sources
-
-
-def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of a Function. If it is recorded (create_graph=True), another one through its gradients raises.
-
-    PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
-    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
-
-    ctx.function: the public function, for the message.
-    """
-
-    @wraps(backward)
-    def run(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *upstream)
-        with torch.no_grad():
-            gradients = backward(ctx, *upstream)
-        anchor = torch.zeros((), device="cpu", requires_grad=True)  # they have a history, whatever they were computed from
-        return _Refused.apply(ctx.function, anchor, *gradients)
-
-    return run
-
-
-class _Refused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.name = name
-        return tuple([None if gradient is None else gradient.detach() for gradient in gradients])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"{ctx.name}: its gradients can't be differentiated again. torch.func's transforms (grad, jvp, hessian) run the "
-            "PyTorch reference, which can; so can torch.nn's norms (restore_norms gives back those that replace_norms took)"
-        )
 
 
 class FusedNorm(torch.autograd.Function):

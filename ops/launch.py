@@ -4,9 +4,8 @@ What a launch needs besides its tensors and the number of rows follows from widt
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, reduce
-from operator import or_
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -32,10 +31,9 @@ from .records import (
     shapes_of,
 )
 from .reference import Norm
-from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
-from .torch_state import start_of, triton_internals
+from .tiling import Tile, Work, backward_tile, forward_tile, most_registers
+from .kit import Launcher, device_facts
 
-TRITON = triton_internals()
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -157,70 +155,6 @@ def backward_call(call: BackwardOptions, N: int, device: torch.device, of: Any) 
     return run
 
 
-class Launcher:
-    """A kernel and the options of its launch, for one set of tensor dtypes (or absences) on one device.
-
-    All that a compiled variant depends on from call to call is whether each pointer is 16-byte aligned: numbers are not
-    specialised. So the variant for aligned pointers is kept and started without Triton's look at each argument, which takes
-    longer than the launch.
-    """
-
-    def __init__(
-        self, kernel: Any, record: type, device: torch.device, strided: Sequence[str] = (), programs_y: int = 1,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        """record: NamedTuple of the kernel's tensors; strided: those whose strides the kernel is told; programs_y: the grid's
-        second dimension; options: None for what the launch does without."""
-        self.kernel, self.record, self.strided, self.programs_y = kernel, cast(Any, record), strided, programs_y
-        self.options = {name: value for name, value in options.items() if value is not None}
-        self.index = device.index if device.type == "cuda" else None
-        self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
-        self.current_stream: Callable = TRITON.driver.active.get_current_stream if TRITON and self.index is not None else int
-        self.again: tuple[Callable[..., None], tuple] | None = None  # `start_of` the variant for aligned pointers
-        self.there: Callable[[tuple], tuple]  # the tensors that are not None
-        self.dense: Callable[[tuple], tuple]  # of those, the ones that must be contiguous
-        self.places: Callable[[tuple], tuple]  # their pointers, with None behind them, in the places of the record
-
-    def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *rest: Any) -> None:
-        """Starts the kernel on the current stream of its device.
-
-        tensors: the fields of the record, copied where they are neither contiguous nor strided, as kernels read rows that lie
-        next to each other; rest: the arguments behind them.
-        """
-        if programs == 0:
-            return
-        # Triton launches on the current device, which need not be the tensors'.
-        if self.may_be_elsewhere and self.index != torch.cuda.current_device():
-            with torch.cuda.device(self.index):
-                return self(programs, tensors, *rest)
-        again = self.again
-        if again is not None and not observed():
-            there = self.there(tensors)
-            pointers = tuple(map(Tensor.data_ptr, there))
-            if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
-                run, known = again
-                stream = self.current_stream(self.index)
-                run(programs, self.programs_y, 1, stream, *known, self.places((*pointers, None)), *rest)
-                return
-        named = zip(self.record._fields, tensors, strict=True)
-        tensors = tuple([t if t is None or name in self.strided else t.contiguous() for name, t in named])
-        compiled = self.kernel[(programs, self.programs_y)](self.record(*tensors), *rest, **self.options)
-        if TRITON and isinstance(compiled, TRITON.CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
-            fields, names = self.record._fields, names_of(self.record(*tensors))
-            dense = [name for name in names if name not in self.strided]
-            self.there, self.places = picker(names, fields), picker(fields, names)
-            self.dense = tuple if dense == names else picker(dense, names)
-            self.again = start_of(compiled)
-
-
-def observed() -> bool:
-    """Whether a profiler wants to hear of launches."""
-    assert TRITON
-    runtime = TRITON.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
 def _dropout_numbers(options: Options) -> tuple[int, float]:
     return drop_threshold(options.dropout_p), keep_scale(options.dropout_p)
 
@@ -248,20 +182,3 @@ def _vector(*dtypes: Any) -> int:
 
 def _bytes(*dtypes: Any) -> int:
     return sum(dtype.itemsize for dtype in dtypes if dtype is not None)
-
-
-@lru_cache
-def device_facts(device: torch.device) -> Device:
-    """Cached: asking the driver costs more than a launch."""
-    if device.type != "cuda":
-        # The interpreter: two multiprocessors, so that partial sums are really summed; its programs run one after another.
-        return H200._replace(multiprocessors=2, cooperative=False, since_sm_90=False)
-    facts = torch.cuda.get_device_properties(device)
-    return Device(
-        multiprocessors=facts.multi_processor_count,
-        shared_memory=getattr(facts, "shared_memory_per_block_optin", 0) or facts.shared_memory_per_block,
-        bandwidth=2000 * facts.memory_clock_rate * facts.memory_bus_width / 8,  # kHz, two transfers a clock; bits
-        warp_size=facts.warp_size,
-        cooperative=torch.version.hip is None,
-        since_sm_90=torch.version.hip is None and facts.major >= 9,
-    )

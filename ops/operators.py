@@ -36,16 +36,7 @@ from .records import (
 from .reference import Norm
 from .torch_state import below_autograd, has_tangents
 
-# Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
-NAMESPACE = "prenorm_" + __package__.replace(".", "_")
-try:
-    LIBRARY = library.Library(NAMESPACE, "DEF")
-except RuntimeError as error:
-    raise ImportError(
-        f"{__package__}: this process has operators called {NAMESPACE} already. Import the package once, give a copy a name "
-        "that differs in more than dots and underscores, and restart the process after a reload."
-    ) from error
-
+from .kit import LIBRARY, NAMESPACE
 
 @cache
 def launches(name: str = "launch") -> ModuleType:

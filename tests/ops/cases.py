@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import Norm, dropout, dropout_mask, launch, norm_fn, operators, plan
+from ops import Norm, dropout, dropout_mask, kit, launch, norm_fn, plan
 from ops.philox import keep_scale
 from ops.reference import NORMS
 
@@ -133,6 +133,7 @@ def arguments(case: Case) -> dict:
 
 def forget():
     """Launches and plans are remembered with tiles, kernels and devices, which tests replace."""
+    kit.forget()
     plan._plans.clear()
     launch.forward_call.cache_clear()
     launch.backward_call.cache_clear()
@@ -244,7 +245,7 @@ class Seen(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == operators.NAMESPACE:
+        if func.namespace == kit.NAMESPACE:
             self.names.append(func.name().split("::")[1])
         return func(*args, **(kwargs or {}))
 

@@ -94,7 +94,7 @@ def test_forward_mode_differentiation_is_refused_not_ignored(device):
         layer_norm_fn(forward_ad.make_dual(x, torch.ones_like(x)), None, None)
 
 
-@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_backward", "dropout", "dropout_mask"])
+@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_backward", "dropout"])
 def test_opcheck(name, device):
     case = Case(x1=FP32, second=True, rowscale="learned", m=4, n=24)
     tensors = {key: t.detach().requires_grad_(name == "norm") for key, t in inputs(case, device).items()}
@@ -108,8 +108,7 @@ def test_opcheck(name, device):
     backward = BackwardInputs(**{field: getattr(given, field, None) for field in BackwardInputs._fields} | upstream)
     calls = {
         "norm_backward": [encoded(backward, how)],
-        "dropout": [(given.residual, seed, 0.25, 1)],
-        "dropout_mask": [(seed, 4, 24, 0.25, 0)],
+        "dropout": [([given.residual, seed], "given=x,seed p=0.25 stream=1 mask=False")],
     }.get(name, [encoded(given, HOW), encoded(plain, PLAIN)])
     for arguments in calls:
         library.opcheck(getattr(getattr(torch.ops, operators.NAMESPACE), name).default, arguments)

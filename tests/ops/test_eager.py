@@ -16,7 +16,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import ops
-from ops import launch, layer_norm_fn, operators, plan, rms_norm_fn
+from ops import kit, launch, layer_norm_fn, operators, plan, rms_norm_fn
 from ops.records import Inputs, Options
 
 from .cases import BF16, Seen, equal, forget, leaves, unaligned
@@ -63,7 +63,7 @@ def same_through_the_dispatcher(dispatched, run, *given, **options):
 
 @contextmanager
 def launch_hook():
-    hook, hooks = (lambda metadata: None), launch.TRITON.knobs.runtime.launch_enter_hook
+    hook, hooks = (lambda metadata: None), kit.internals().knobs.runtime.launch_enter_hook
     hooks.add(hook)
     yield
     hooks.remove(hook)

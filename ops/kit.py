@@ -519,6 +519,11 @@ class Launcher:
             self.again = start_of(compiled)
 
 
+def specialised(number: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles for of an int that it is not told to leave alone."""
+    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
+
+
 def observed(runtime: Any) -> bool:
     """Whether a profiler wants to hear of launches. runtime: Triton's knobs of it."""
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

@@ -122,7 +122,7 @@ def test_torch_func_differentiates_and_maps(name, transform, device):
 def test_opcheck(device):
     x, w = examples(device)
     rows, options = x.flatten(0, 1), (1, -100, 0.0, 0.0, 0.0)
-    library.opcheck(softmax.softmax_op, (x, w > 0, 2.0, False))
+    library.opcheck(softmax.softmax.op, ([x, w > 0], "given=x,mask scale=2.0 log=False"))
     library.opcheck(cross_entropy.cross_entropy_op, (rows.detach().requires_grad_(), targets(rows), *options))
     matrix = torch.randn(8, 64, device=device, requires_grad=True)
     library.opcheck(cross_entropy.linear_op, (rows.detach(), matrix, targets(rows), 2, torch.float32, False, False, *options))

@@ -14,7 +14,7 @@ from .adopt import (
     restore_norms,
     restore_rotary,
 )  # fmt: skip
-from .cross_entropy import cross_entropy_fn, linear_cross_entropy_fn
+from .loss import cross_entropy_fn, linear_cross_entropy_fn
 from .dropout import dropout_mask, seeded_dropout
 from .functional import layer_norm_fn, norm_fn, rms_norm_fn
 from .kernels import backend_for

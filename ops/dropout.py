@@ -90,13 +90,12 @@ class Dropout(kit.Op):
         return self.Gradients(b.dy.new_empty(b.dy.shape), None)
 
     def start(self, i, o):
-        from .kernels.dropout import Pointers, dropout_kernel
-
+        kernels = kit.kernels("dropout")
         N, dtype = i.x.shape[1], torch.bool if o.mask else i.x.dtype
         block_n = min(1024, max(16, 1 << (N - 1).bit_length()))
         rows, blocks = 2048 // block_n, -(-N // block_n)
         numbers = (drop_threshold(o.p), keep_scale(o.p), N, o.stream, rows, block_n)
-        launch = kit.Launcher(dropout_kernel, Pointers, i.x.device, num_warps=4)
+        launch = kit.Launcher(kernels.dropout_kernel, kernels.Pointers, i.x.device, num_warps=4)
 
         def run(i):
             x, seed = i

@@ -19,6 +19,7 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from functools import cache, partial, reduce, wraps
+from importlib import import_module
 from operator import itemgetter, or_
 from typing import Any, cast
 
@@ -161,7 +162,8 @@ class Op:
             needs = tuple([name in there and _matters(there[name]) for name in self.Inputs._fields])
         i = fill(self.Inputs, given, tensors)
         if needs is None or True not in needs:
-            return present(Call(self, o, i, None, eager=False)(i))
+            call = Call(self, o, i, None, eager=False)
+            return present(call.asked((*call(i), None)))
         return present(Recorded.apply(Call(self, o, i, needs, eager=False), *i))
 
     def _run(self, record: Any, start: Callable, width: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
@@ -452,6 +454,16 @@ def picker(names: Sequence[str | None], among: Sequence[str]) -> Callable[[tuple
 
 # ---- launches ----------------------------------------------------------------------------------------------------------------
 
+
+
+@cache
+def kernels(name: str) -> Any:
+    """A module of kernels, imported when its first one is about to start: it needs Triton, which may be missing without a GPU."""
+    return import_module(f".kernels.{name}", __package__)
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    return getattr(import_module("triton.language"), str(dtype).removeprefix("torch."))
 
 
 @cache

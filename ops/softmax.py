@@ -101,8 +101,7 @@ class Softmax(kit.Op):
         return self.Gradients(wanted.dx and empty(b.y), wanted.dmask and b.mask.new_empty(b.mask.shape))
 
     def start(self, i, o):
-        from .kernels import softmax as kernels
-
+        kernels = kit.kernels("softmax")
         launch = _launch(kernels.softmax_kernel, kernels.Pointers, i.x, i.x.itemsize, o, kernels.MaskRows(1, 1, 0, 0, 0))
 
         def run(i):
@@ -114,8 +113,7 @@ class Softmax(kit.Op):
         return run
 
     def start_backward(self, b, o, wanted):
-        from .kernels import softmax as kernels
-
+        kernels = kit.kernels("softmax")
         itemsize = max(b.y.itemsize, b.dy.itemsize)
         launch = _launch(kernels.softmax_backward_kernel, kernels.BackwardPointers, b.y, itemsize, o, None)
         hides = b.mask is not None and b.mask.dtype == torch.bool  # an additive mask is in y
@@ -179,14 +177,13 @@ def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool 
 def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_rows: Any) -> Callable[..., None]:
     """For rows like x's, of tensors of which the widest has this itemsize: a function of what is read, the mask, what is
     written and the scale. no_rows: what the kernel is told where there is no mask."""
-    from .kernels.softmax import MaskRows, SoftmaxVariant
-
+    kernels = kit.kernels("softmax")
     N, vector, backward = x.shape[-1], 16 // itemsize, "dy" in record._fields
     tile = softmax_tile(N, vector, backward, kit.device_facts(x.device).since_sm_90)
     key = object()
 
     def made(mask_cols: int) -> tuple:
-        how = SoftmaxVariant(
+        how = kernels.SoftmaxVariant(
             N, o.log, tile.rows, tile.block_n, vector, LOOPED=tile.looped, MASK_COLS=mask_cols, PREFETCH=tile.distance > 0
         )
         return kit.Launcher(kernel, record, x.device, strided=("mask",), num_warps=tile.warps), how
@@ -199,7 +196,7 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
             return
         if mask is not None:
             mask, numbers, cols = rows_of_mask(mask.expand(out.shape))
-            rows = MaskRows(*numbers)
+            rows = kernels.MaskRows(*numbers)
             # Triton compiles for what it sees of the numbers of a tuple.
             start, how = kit.remembered((key, cols, *map(kit.specialised, numbers)), lambda: made(cols))
         start(-(-M // tile.rows), (first, second, mask, out) if backward else (first, mask, out), rows, M, scale, tile.distance, how)

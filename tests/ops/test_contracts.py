@@ -8,10 +8,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ops import (
     Norm,
-    cross_entropy,
     cross_entropy_fn,
     linear_cross_entropy_fn,
     log_softmax_fn,
+    loss,
     rotary_operators,
     rotary_qk_fn,
     rotary_qkv_fn,
@@ -121,11 +121,12 @@ def test_torch_func_differentiates_and_maps(name, transform, device):
 
 def test_opcheck(device):
     x, w = examples(device)
-    rows, options = x.flatten(0, 1), (1, -100, 0.0, 0.0, 0.0)
+    rows, options = x.flatten(0, 1), "reduction=mean ignore_index=-100 softcap=0.0 z_loss=0.0 label_smoothing=0.0"
     library.opcheck(softmax.softmax.op, ([x, w > 0], "given=x,mask scale=2.0 log=False"))
-    library.opcheck(cross_entropy.cross_entropy_op, (rows.detach().requires_grad_(), targets(rows), *options))
+    library.opcheck(loss.cross_entropy.op, ([rows.detach().requires_grad_(), targets(rows)], f"given=logits,targets {options}"))
     matrix = torch.randn(8, 64, device=device, requires_grad=True)
-    library.opcheck(cross_entropy.linear_op, (rows.detach(), matrix, targets(rows), 2, torch.float32, False, False, *options))
+    given = [rows.detach(), matrix, targets(rows)]
+    library.opcheck(loss.linear_cross_entropy.op, (given, f"given=hidden,weight,targets {options} chunks=2 dtype=float32"))
     qkv, options = x.detach(), (2, 1, int(Norm.layernorm), 0.1, False, False)
     q, k, v = (t.contiguous() for t in qkv.unflatten(-1, (4, 16)).split((2, 1, 1), dim=-2))
     tables = (*angles(qkv, -2), None, *[w[:16].detach()] * 4)

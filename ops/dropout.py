@@ -80,7 +80,7 @@ class Dropout(kit.Op):
 
     name, Inputs, Options, Outputs, Backward = "dropout", Inputs, Options, Outputs, Backward
 
-    def function(self, o):
+    def function(self, given, o):
         return "seeded_dropout"
 
     def outputs(self, i, o):

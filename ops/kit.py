@@ -9,8 +9,8 @@ An operator is a subclass of `Op` with one instance; softmax.py is a short one. 
     gradients       of the first order; those of higher order are refused
 
 All three have one schema. A call hands over the tensors that are there, without None, because not everything that rewrites
-calls looks into lists of optional tensors, and one text with names, "given=x,mask scale=1.0 log=False": an exported program says
-itself what it asks for, and an operator that has got another option since still runs it, or names what it does not know.
+calls looks into lists of optional tensors, and one text with names, "given=x,mask scale=1.0 log=False". So an exported program
+says what it asks for, and an operator that has got another option since still runs it, or names what it does not know.
 
 Here i, b and o are Inputs, Backward and Options of an operator; records of tensors have None where there is none.
 """
@@ -28,7 +28,16 @@ from torch import Tensor, library
 from torch.autograd import forward_ad
 
 from .tiling import H200, Device
-from .torch_state import apply_of, below_autograd, has_tangents, is_eager, kinds_of, known_to_inductor, start_of, triton_internals
+from .torch_state import (
+    apply_of,
+    below_autograd,
+    has_tangents,
+    is_eager,
+    kinds_of,
+    known_to_inductor,
+    start_of,
+    triton_internals,
+)
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
 NAMESPACE = "prenorm_" + __package__.replace(".", "_")
@@ -56,7 +65,7 @@ class Op:
     Gradients: Any = None  # NamedTuple; by default a field "dX" for each input X
     materialize = False  # whether backward gets zeros as the gradient of an output that nobody used, instead of None
 
-    def function(self, o: Any) -> str:
+    def function(self, given: Collection[str], o: Any) -> str:
         """The public function, for messages."""
         return f"{self.name}_fn"
 
@@ -121,7 +130,8 @@ class Op:
             self.Gradients = namedtuple("Gradients", [f"d{name}" for name in self.Inputs._fields])  # type: ignore[misc]
         upstream = [name for name in self.Backward._fields if name[:1] == "d" and name[1:] in self.Outputs._fields]
         self.upstream = len(upstream)
-        self.upstream_of = picker([name[1:] for name in upstream], self.Outputs._fields)
+        self.recorded: Any = type(type(self).__name__, (Recorded,), {})  # for the name of its node in autograd's graph
+        self.apply = apply_of(self.recorded)
         LIBRARY.define(f"{self.name}{SCHEMA}", tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(self.name, self._composite, "CompositeImplicitAutograd")
         self.op = _operator(self.name)
@@ -146,7 +156,7 @@ class Op:
             _memo.move_to_end(key)
         except KeyError:
             call = remember(key, Call(self, o, inputs, needs))
-        return call(inputs) if needs is None else apply_eager(call, *inputs)
+        return call(inputs) if needs is None else call.recorded(inputs)
 
     def dispatch(self, inputs: tuple, o: Any) -> tuple:
         """The same through PyTorch's dispatcher."""
@@ -163,8 +173,8 @@ class Op:
         i = fill(self.Inputs, given, tensors)
         if needs is None or True not in needs:
             call = Call(self, o, i, None, eager=False)
-            return present(call.asked((*call(i), None)))
-        return present(Recorded.apply(Call(self, o, i, needs, eager=False), *i))
+            return [*call.asked(call(i))]
+        return [*self.recorded.apply(Call(self, o, i, needs, eager=False), i, *tensors)]
 
     def _run(self, record: Any, start: Callable, width: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
         """One of the opaque operators, which PyTorch hands plain tensors."""
@@ -193,8 +203,8 @@ class Op:
         return _operator(name)
 
     def _parsed(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
-        """Of what `encode` made: names of a record's tensors, the options, and those that are wanted of Gradients if it says so;
-        a function of these tensors, with None behind them, that puts them in the places of the record."""
+        """Of what `encode` made: the names of the tensors; the options, and what is wanted of Gradients if it says so; a
+        function of the tensors, with None behind them, that puts them in the places of the record."""
         key = self, record, text
         found = _memo.get(key)
         return remember(key, self._parse(record, text)) if found is None else found
@@ -212,10 +222,22 @@ class Op:
                 f"{', '.join(unknown) or 'nothing'} that this one does not know, and lacks {', '.join(missing) or 'nothing'}; "
                 f"export it again. It says: {text}"
             )
-        options = [self.Options(**{name: _value(kinds[name], word) for name, word in said.items()})]
+        options = [self.Options(**{name: self._value(name, word) for name, word in said.items()})]
         if wanted is not None:
-            options.append(fill(self.Gradients, dtypes, [_value(torch.dtype, word) for word in dtypes.values()]))
+            options.append(fill(self.Gradients, dtypes, [getattr(torch, word) for word in dtypes.values()]))
         return given, tuple(options), picker(fields, given)
+
+    def _value(self, name: str, word: str) -> Any:
+        """What `_word` was given for this option."""
+        kind = self.Options.__annotations__[name]
+        if kind is torch.dtype:
+            return getattr(torch, word)
+        if not issubclass(kind, Enum):
+            return word == "True" if kind is bool else kind(word)
+        if word not in kind.__members__:
+            accepted = ", ".join(kind.__members__)
+            raise RuntimeError(f"{NAMESPACE}::{self.name}: this program says that {name} is {word}, accepted: {accepted}")
+        return kind[word]
 
 
 SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
@@ -237,13 +259,6 @@ def _word(value: Any) -> str:
     if torch.compiler.is_dynamo_compiling() and not isinstance(value, bool):
         (value,) = {value}  # a number that the graph has as a symbol becomes a constant of the graph
     return repr(value)
-
-
-def _value(kind: Any, word: str) -> Any:
-    """What `_word` was given; kind: its type."""
-    if kind is torch.dtype:
-        return getattr(torch, word)
-    return word == "True" if kind is bool else kind[word] if issubclass(kind, Enum) else kind(word)
 
 
 def _operator(name: str) -> Any:
@@ -296,59 +311,73 @@ def forget() -> None:
 
 
 class Call:
-    """A call with all that follows from its options and the kinds of its inputs: a function of the inputs, Inputs to Outputs."""
+    """A call with all that follows from its options and the kinds of its inputs: a function from Inputs to Outputs."""
 
     def __init__(self, op: Op, o: Any, i: tuple, needs: tuple[bool, ...] | None, eager: bool = True) -> None:
         """needs: the inputs that need a gradient; None: the call has no backward. eager: else through the dispatcher."""
-        self.op, given = op, names_of(op.Inputs._make(i))
-        fields, asked = op.Outputs._fields, op.asked(given, o)
-        self.asked = picker([name if name in asked else None for name in fields], fields)
+        self.op, self.given = op, names_of(op.Inputs._make(i))
+        fields, asked = op.Outputs._fields, op.asked(self.given, o)
+        self.asked, self.complete = picker(asked, fields), picker(fields, asked)
         if needs is not None:
             self.of = of = op.Inputs._make(dtypes_of(i))
             o = op.training(of, o, needs)
-            kept = op.kept(of, o, needs)
-            self.fields = [kept.get(name) for name in op.Backward._fields[op.upstream :]]
-            self.keep = picker(self.fields, (*op.Inputs._fields, *fields))
+            self.there = picker(self.given, op.Inputs._fields)
+            have = {*self.given, *op.written(self.given, o)}
+            kept = {field: source for field, source in op.kept(of, o, needs).items() if source in have}
+            self.keep = picker([*kept.values()], (*op.Inputs._fields, *fields))
+            self.fields = (*[f"d{name}" for name in asked], *kept)
+            self.backward = picker(op.Backward._fields, self.fields)
             constants = [name for name in asked if f"d{name}" not in op.Backward._fields]
             self.constants = picker(constants, fields) if constants else None
-        self.o, self.function = o, op.function(o)
-        self.view = op.view(given, o)
+        self.o, self.function = o, op.function(self.given, o)
+        self.view = op.view(self.given, o)
         if eager:
             self.run = op.start(op.Inputs._make(i), o)
         else:
-            written, text = op.written(given, o), encode(given, o)
+            written, text = op.written(self.given, o), encode(self.given, o)
             self.run = lambda i: fill(op.Outputs, written, below_autograd(op.forward_op, present(i), text))
 
     def __call__(self, i: tuple) -> tuple:
         outputs = self.run(i)
         return outputs if self.view is None else self.view(i, outputs)
 
-    def gradients(self, needs: tuple[bool, ...], b: tuple) -> tuple:
-        """Of the inputs, those that autograd needs."""
+    def recorded(self, i: tuple) -> tuple:
+        """The same with gradients, of an eager call."""
+        return self.complete((*self.op.apply(self, i, *self.there(i)), None))
+
+    def gradients(self, needs: tuple[bool, ...], there: tuple) -> tuple:
+        """Of the inputs that there are, those that autograd needs. there: the upstream gradients, and what was kept."""
         # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
-        kinds = kinds_of(b) if is_eager(()) else None
+        kinds = kinds_of(there) if is_eager(()) else None
         if kinds is None:
-            return self._backward(needs, b, eager=False)(b)
+            return self._backward(needs, there, eager=False)(there)
         key = self, needs, kinds
         try:
             run = _memo[key]
             _memo.move_to_end(key)
         except KeyError:
-            run = remember(key, self._backward(needs, b, eager=True))
-        return run(b)
+            run = remember(key, self._backward(needs, there, eager=True))
+        return run(there)
 
-    def _backward(self, needs: tuple[bool, ...], b: tuple, eager: bool) -> Run:
-        op, o, b = self.op, self.o, self.op.Backward._make(b)
+    def _backward(self, needs: tuple[bool, ...], there: tuple, eager: bool) -> Run:
+        op, o, needed = self.op, self.o, {name for name, need in zip(self.given, needs, strict=True) if need}
+        complete = self.backward
+        b = op.Backward._make(complete((*there, None)))
         given = names_of(b)
-        wanted, sources = op.wanted(self.of, o, needs, given)
-        names = [sources[name] if need else None for name, need in zip(self.of._fields, needs, strict=True)]
+        wanted, sources = op.wanted(self.of, o, tuple([name in needed for name in op.Inputs._fields]), given)
+        names = [sources[name] if name in needed else None for name in self.given]
         pick = picker(names, (*op.Gradients._fields, *op.Backward._fields))
         if eager:
             run = op.start_backward(b, o, wanted)
         else:
             written, text = names_of(wanted), encode(given, o, wanted)
             run = lambda b: fill(op.Gradients, written, op.backward_op(present(b), text))  # noqa: E731
-        return lambda b: pick((*run(b), *b, None))
+
+        def gradients(there: tuple) -> tuple:
+            b = complete((*there, None))
+            return pick((*run(b), *b, None))
+
+        return gradients
 
 
 def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -387,39 +416,37 @@ class _Refused(torch.autograd.Function):
 
 
 class Recorded(torch.autograd.Function):
-    """A call whose inputs need gradients."""
+    """A call whose inputs need gradients: of the call, Inputs, and again those of them that there are, for autograd to see."""
 
     @staticmethod
-    def forward(ctx, call: Call, *i):
+    def forward(ctx, call: Call, i: tuple, *_):
         outputs = call.run(i)
-        ctx.save_for_backward(*call.keep((*i, *outputs, None)))
+        ctx.save_for_backward(*call.keep((*i, *outputs)))
         ctx.call, ctx.function = call, call.function
         ctx.set_materialize_grads(call.op.materialize)
         if call.constants is not None:
             ctx.mark_non_differentiable(*call.constants(outputs))
         if call.view is not None:
             outputs = call.view(i, outputs)
-        return call.asked((*outputs, None))
+        return call.asked(outputs)
 
     @staticmethod
     def backward(ctx, *upstream):
-        call = ctx.call
-        upstream = call.op.upstream_of(upstream)
-        if upstream.count(None) == len(upstream):  # those who used the outputs have given no gradient
+        for t in upstream:
+            if t is not None:
+                break
+        else:  # those who used the outputs have given no gradient
             return (None,) * len(ctx.needs_input_grad)
         if torch.is_grad_enabled():
-            gradients = call.op.again((*upstream, *ctx.saved_tensors), call.o)
+            gradients = ctx.call.op.again(ctx.call.backward((*upstream, *ctx.saved_tensors, None)), ctx.call.o)
             if gradients is not None:
-                return None, *gradients
+                return None, None, *gradients
         return _once(ctx, *upstream)
 
 
 @first_order
 def _once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    return None, *ctx.call.gradients(ctx.needs_input_grad[1:], (*upstream, *ctx.saved_tensors))
-
-
-apply_eager = apply_of(Recorded)
+    return None, None, *ctx.call.gradients(ctx.needs_input_grad[2:], (*upstream, *ctx.saved_tensors))
 
 
 # ---- records -----------------------------------------------------------------------------------------------------------------
@@ -455,10 +482,9 @@ def picker(names: Sequence[str | None], among: Sequence[str]) -> Callable[[tuple
 # ---- launches ----------------------------------------------------------------------------------------------------------------
 
 
-
 @cache
 def kernels(name: str) -> Any:
-    """A module of kernels, imported when its first one is about to start: it needs Triton, which may be missing without a GPU."""
+    """A module of kernels, imported when its first one is about to start: without a GPU, Triton may be missing."""
     return import_module(f".kernels.{name}", __package__)
 
 
@@ -522,8 +548,8 @@ class Launcher:
         named = zip(self.record._fields, tensors, strict=True)
         tensors = tuple([t if t is None or name in self.strided else t.contiguous() for name, t in named])
         compiled = self.kernel[(programs, self.programs_y)](self.record(*tensors), *rest, **self.options)
-        known = self.internals and isinstance(compiled, self.internals.CompiledKernel)
-        if known and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
+        is_known = self.internals and isinstance(compiled, self.internals.CompiledKernel)
+        if is_known and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
             fields, names = self.record._fields, names_of(self.record(*tensors))
             dense = [name for name in names if name not in self.strided]
             self.there, self.places = picker(names, fields), picker(fields, names)

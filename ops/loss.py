@@ -219,7 +219,7 @@ class CrossEntropy(kit.Op):
     def outputs(self, i, o):
         M = i.logits.shape[0]
         shapes = (M,) if o.reduction == Reduction.none else (), (M, 2), (1,) if o.reduction == Reduction.mean else None
-        return Outputs(*[None if shape is None else i.logits.new_empty(shape, dtype=torch.float32) for shape in shapes])
+        return Outputs._make([shape if shape is None else i.logits.new_empty(shape, dtype=torch.float32) for shape in shapes])
 
     def gradients(self, b, o, wanted):
         return self.Gradients(torch.empty(b.logits.shape, dtype=b.logits.dtype, device=b.logits.device), None)
@@ -334,7 +334,8 @@ class LinearCrossEntropy(kit.Op):
 
     def start(self, i, o):
         options, differentiates = Options(*o[:5]), o.needs_hidden or o.needs_weight
-        losses, finish = partial(plain_losses, o=options, overwrites=differentiates), plain_finish
+        losses: Callable[..., Tensor] = partial(plain_losses, o=options, overwrites=differentiates)
+        finish: Callable[..., tuple] = plain_finish
         if runs_kernels(i.hidden.device) and o.dtype != torch.float64:
             losses, finish = losses_of(len(i.weight), o.dtype.itemsize, options, differentiates), finish_by_kernels
 
@@ -465,9 +466,7 @@ def gradient_of(V: int, itemsize: int, o: Options) -> Callable[..., None]:
     kernels, tile = kit.kernels("cross_entropy"), replace(streaming_tile(V, itemsize), held=0)
     launch = _on_rows(kernels.cross_entropy_gradient_kernel, o, tile, o.reduction == Reduction.none)
 
-    def write(
-        dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor | None, out: Tensor
-    ) -> None:
+    def write(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor | None, out: Tensor) -> None:
         logits = dense(logits)
         p = kernels.Pointers(logits, out, targets, stats=stats, scale=scale, dloss=dloss)
         launch(len(logits), p, lambda columns: -(-columns // (tile.group * tile.block)))
@@ -484,7 +483,8 @@ def _on_rows(kernel: Any, o: Options, tile: LossTile, *more: Any, **options: Any
         logits = p.logits
         how = kernels.RowTile(
             logits.shape[1], tile.block, tile.held, tile.group, pairs, 16 // logits.itemsize, shifted, unit,
-            kit.triton_dtype(logits.dtype), GRADIENT=p.gradient is not None, SOFTCAP=o.softcap > 0, SMOOTHING=o.label_smoothing > 0,
+            kit.triton_dtype(logits.dtype), GRADIENT=p.gradient is not None, SOFTCAP=o.softcap > 0,
+            SMOOTHING=o.label_smoothing > 0,
         )  # fmt: skip
         rest = (strides[0] // unit, strides[1] // unit, *o[1:5], *more, how)
         rows = ("logits", "gradient")
@@ -570,9 +570,7 @@ def _start(kernel: Any, programs: int, p: Any, compiled: tuple, *rest: Any, num_
 def plain_losses(logits: Tensor, targets: Tensor, o: Options, overwrites: bool = False) -> Tensor:
     """[M], of logits [M, V]; 0 where the target is ignored. Differentiable, or the logits become the gradient of each."""
     x = _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), o)
-    found = F.cross_entropy(
-        x, targets.long(), ignore_index=o.ignore_index, reduction="none", label_smoothing=o.label_smoothing
-    )
+    found = F.cross_entropy(x, targets.long(), ignore_index=o.ignore_index, reduction="none", label_smoothing=o.label_smoothing)
     if o.z_loss:
         found = found + (o.z_loss * torch.logsumexp(x, -1).square()).masked_fill(targets == o.ignore_index, 0.0)
     if overwrites:

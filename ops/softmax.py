@@ -91,7 +91,7 @@ class Backward(NamedTuple):
 class Softmax(kit.Op):
     name, Inputs, Options, Outputs, Backward = "softmax", Inputs, Options, Outputs, Backward
 
-    def function(self, o):
+    def function(self, given, o):
         return "log_softmax_fn" if o.log else "softmax_fn"
 
     def outputs(self, i, o):
@@ -199,14 +199,15 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
             rows = kernels.MaskRows(*numbers)
             # Triton compiles for what it sees of the numbers of a tuple.
             start, how = kit.remembered((key, cols, *map(kit.specialised, numbers)), lambda: made(cols))
-        start(-(-M // tile.rows), (first, second, mask, out) if backward else (first, mask, out), rows, M, scale, tile.distance, how)
+        tensors = (first, second, mask, out) if backward else (first, mask, out)
+        start(-(-M // tile.rows), tensors, rows, M, scale, tile.distance, how)
 
     return launch
 
 
 def rows_of_mask(mask: Tensor) -> tuple[Tensor, tuple[int, ...], int]:
-    """The mask, where the kernels find its rows (`MaskRows`), and the distance of its columns. Copied where it broadcasts in more than three
-    different ways, or its columns lie apart."""
+    """The mask, where the kernels find its rows (`MaskRows`), and the distance of its columns. Copied where it broadcasts in
+    more than three different ways, or its columns lie apart."""
     if mask.stride(-1) not in (0, 1):
         mask = mask.contiguous()
     dims: list[tuple[int, int]] = []  # size and stride, neighbours that can be one dimension joined

@@ -9,10 +9,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ops import (
     Norm,
     cross_entropy_fn,
+    kit,
     linear_cross_entropy_fn,
     log_softmax_fn,
     loss,
-    rotary_operators,
+    rotary,
     rotary_qk_fn,
     rotary_qkv_fn,
     softmax,
@@ -127,12 +128,14 @@ def test_opcheck(device):
     matrix = torch.randn(8, 64, device=device, requires_grad=True)
     given = [rows.detach(), matrix, targets(rows)]
     library.opcheck(loss.linear_cross_entropy.op, (given, f"given=hidden,weight,targets {options} chunks=2 dtype=float32"))
-    qkv, options = x.detach(), (2, 1, int(Norm.layernorm), 0.1, False, False)
+    qkv, options = x.detach(), rotary.Options(2, 1, Norm.layernorm, 0.1, False, False)
     q, k, v = (t.contiguous() for t in qkv.unflatten(-1, (4, 16)).split((2, 1, 1), dim=-2))
     tables = (*angles(qkv, -2), None, *[w[:16].detach()] * 4)
-    for given, dv in (((qkv, None, *tables), v), ((q, k, *tables), None)):
-        library.opcheck(rotary_operators.rotary_forward, (*given, *options))
-        library.opcheck(rotary_operators.rotary_backward, (q, k, dv, *given, *options, [True, False, True, True]))
+    for i, dv in ((rotary.Inputs(qkv, None, *tables), v), (rotary.Inputs(q, k, *tables), None)):
+        b = rotary.Backward(q, k, dv, *i)
+        wanted = rotary.Gradients(qkv.dtype, None if dv is not None else k.dtype, w.dtype, None, w.dtype, w.dtype)
+        library.opcheck(rotary.rotary.forward_op, (kit.present(i), kit.encode(kit.names_of(i), options)))
+        library.opcheck(rotary.rotary.backward_op, (kit.present(b), kit.encode(kit.names_of(b), options, wanted)))
 
 
 X, LEAF, TARGETS = torch.zeros(4, 6, 8), torch.zeros(4, 6, 8, requires_grad=True), torch.zeros(4, 6, dtype=torch.int64)

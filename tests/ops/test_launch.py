@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ops import kit, launch, layer_norm_fn, norm_fn
+from ops import kit, layer_norm_fn, norm_fn
 from ops.tiling import H200
 
 from .cases import BF16, FP32, KERNELS, leaves
@@ -22,7 +22,7 @@ DEVICES = {
 @pytest.mark.parametrize("n", [768, 16384, 65536])
 def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, monkeypatch):
     facts = DEVICES[device]
-    monkeypatch.setattr(launch, "device_facts", lambda device: facts)
+    monkeypatch.setattr(kit, "device_facts", lambda device: facts)
     started = []
     monkeypatch.setattr(kit.Launcher, "__call__", lambda self, *arguments: started.append((self.options, arguments)))
     x, w = torch.randn(64, n, dtype=BF16, requires_grad=True), torch.ones(n, dtype=BF16, requires_grad=True)

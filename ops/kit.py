@@ -151,11 +151,7 @@ class Op:
             if True not in needs:
                 needs = None
         key = self, o, kinds, self.width(inputs), needs
-        try:
-            call = _memo[key]
-            _memo.move_to_end(key)
-        except KeyError:
-            call = remember(key, Call(self, o, inputs, needs))
+        call = recall(key) or remember(key, Call(self, o, inputs, needs))
         return call(inputs) if needs is None else call.recorded(inputs)
 
     def dispatch(self, inputs: tuple, o: Any) -> tuple:
@@ -181,11 +177,7 @@ class Op:
         _, options, complete = self._parsed(record, text)
         there = complete((*tensors, None))
         key = self, record, text, dtypes_of(tensors), tensors[0].device, width(there)
-        try:
-            run = _memo[key]
-            _memo.move_to_end(key)
-        except KeyError:
-            run = remember(key, start(record._make(there), *options))
+        run = recall(key) or remember(key, start(record._make(there), *options))
         return present(run(there))
 
     def _fake(self, record: Any, empty: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
@@ -206,8 +198,7 @@ class Op:
         """Of what `encode` made: the names of the tensors; the options, and what is wanted of Gradients if it says so; a
         function of the tensors, with None behind them, that puts them in the places of the record."""
         key = self, record, text
-        found = _memo.get(key)
-        return remember(key, self._parse(record, text)) if found is None else found
+        return recall(key) or remember(key, self._parse(record, text))
 
     def _parse(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
         said = dict([word.split("=", 1) for word in text.split(" ")])
@@ -286,20 +277,19 @@ MOST = 4096  # of what is remembered; what was not used for longest goes first
 _memo: OrderedDict[Any, Any] = OrderedDict()
 
 
+def recall(key: Any) -> Any:
+    try:
+        _memo.move_to_end(key)
+        return _memo[key]
+    except KeyError:
+        return None
+
+
 def remember(key: Any, value: Any) -> Any:
     _memo[key] = value
     while len(_memo) > MOST:
         _memo.popitem(last=False)
     return value
-
-
-def remembered(key: Any, make: Callable[[], Any]) -> Any:
-    try:
-        value = _memo[key]
-        _memo.move_to_end(key)
-        return value
-    except KeyError:
-        return remember(key, make())
 
 
 def forget() -> None:
@@ -352,11 +342,7 @@ class Call:
         if kinds is None:
             return self._backward(needs, there, eager=False)(there)
         key = self, needs, kinds
-        try:
-            run = _memo[key]
-            _memo.move_to_end(key)
-        except KeyError:
-            run = remember(key, self._backward(needs, there, eager=True))
+        run = recall(key) or remember(key, self._backward(needs, there, eager=True))
         return run(there)
 
     def _backward(self, needs: tuple[bool, ...], there: tuple, eager: bool) -> Run:

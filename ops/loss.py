@@ -32,6 +32,11 @@ class Options(NamedTuple):
     z_loss: float
     label_smoothing: float
     in_place: bool = False  # forward overwrites the logits with their gradient; of eager calls alone
+    # Of the product and its loss:
+    chunks: int = 1
+    dtype: torch.dtype = torch.float32  # of the product
+    needs_hidden: bool = False
+    needs_weight: bool = False
 
 
 def cross_entropy_fn(
@@ -145,7 +150,7 @@ def linear_cross_entropy_fn(
     if transformed_by_func() or device not in ("cpu", "cuda", "meta"):  # no operator there
         losses = plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options)
         return plain_finish(losses, targets, options)[0]
-    return linear_cross_entropy(LinearInputs(rows, weight, targets), LinearOptions(*options[:5], chunks, dtype))[0]
+    return linear_cross_entropy(LinearInputs(rows, weight, targets), options._replace(chunks=chunks, dtype=dtype))[0]
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------------
@@ -269,18 +274,6 @@ class LinearInputs(NamedTuple):
     targets: Tensor  # [M]
 
 
-class LinearOptions(NamedTuple):
-    reduction: Reduction
-    ignore_index: int
-    softcap: float
-    z_loss: float
-    label_smoothing: float
-    chunks: int
-    dtype: torch.dtype  # of the product
-    needs_hidden: bool = False
-    needs_weight: bool = False
-
-
 class LinearOutputs(NamedTuple):
     """The products are the gradients of hidden and weight but for two factors: `scale`, and what comes upstream.
 
@@ -301,8 +294,8 @@ class LinearBackward(NamedTuple):
 
 
 class LinearCrossEntropy(kit.Op):
-    name, Inputs, Options, Outputs = "linear_cross_entropy", LinearInputs, LinearOptions, LinearOutputs
-    Backward = LinearBackward
+    name, Inputs, Options = "linear_cross_entropy", LinearInputs, Options
+    Outputs, Backward = LinearOutputs, LinearBackward
 
     def width(self, i):
         return len(i[1])
@@ -333,11 +326,11 @@ class LinearCrossEntropy(kit.Op):
         return self.Gradients(*[None if dtype is None else torch.empty_like(t, dtype=dtype) for t, dtype in products], None)
 
     def start(self, i, o):
-        options, differentiates = Options(*o[:5]), o.needs_hidden or o.needs_weight
-        losses: Callable[..., Tensor] = partial(plain_losses, o=options, overwrites=differentiates)
+        differentiates = o.needs_hidden or o.needs_weight
+        losses: Callable[..., Tensor] = partial(plain_losses, o=o, overwrites=differentiates)
         finish: Callable[..., tuple] = plain_finish
         if runs_kernels(i.hidden.device) and o.dtype != torch.float64:
-            losses, finish = losses_of(len(i.weight), o.dtype.itemsize, options, differentiates), finish_by_kernels
+            losses, finish = losses_of(len(i.weight), o.dtype.itemsize, o, differentiates), finish_by_kernels
 
         def run(i):
             hidden, weight, targets = i = LinearInputs(*i)
@@ -355,7 +348,7 @@ class LinearCrossEntropy(kit.Op):
                         dhidden[part] = logits @ weight
                     if dweight is not None:
                         _add_product(dweight, logits, h, first > 0)
-            total, scale = finish(torch.cat(found), targets, options)
+            total, scale = finish(torch.cat(found), targets, o)
             if scale is None:
                 scale = 1 / (targets != o.ignore_index).any().to(total.dtype).view(1)
             return total, scale, dhidden, dweight
@@ -500,7 +493,7 @@ def _on_rows(kernel: Any, o: Options, tile: LossTile, *more: Any, **options: Any
         shifted = bool((V | strides[0]) * itemsize % 16) and (out is None or strides[0] == strides[1]) and at % 16 == 0
         pairs = itemsize == 2 and ((V % 2 == 0 and unit % 2 == 0 and at % 4 == 0) or shifted)
         layout = strides, unit, shifted, pairs
-        start, numbers = kit.remembered((key, *layout), lambda: made(p, *layout))
+        start, numbers = kit.recall((key, *layout)) or kit.remember((key, *layout), made(p, *layout))
         start(M * programs(V + (16 // itemsize - 1) * shifted), p, *numbers)
 
     return launch
@@ -559,7 +552,7 @@ def _start(kernel: Any, programs: int, p: Any, compiled: tuple, *rest: Any, num_
     device = next(t.device for t in p if t is not None)
     key = kernel.__name__, device, kit.dtypes_of(p), compiled
     rows = ("logits", "gradient")
-    start = kit.remembered(key, lambda: kit.Launcher(kernel, type(p), device, rows, num_warps=num_warps))
+    start = kit.recall(key) or kit.remember(key, kit.Launcher(kernel, type(p), device, rows, num_warps=num_warps))
     start(programs, p, *rest)
 
 

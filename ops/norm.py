@@ -261,7 +261,8 @@ def _into_buffers(inputs: tuple, plan: "Plan", eager: bool, out: Tensor | None, 
     checks.check_buffers(plan.name, out, residual_out, Inputs._make(inputs), options.out_dtype, options.residual_dtype, eager)
     if plan.kernels and eager and not _trains((*inputs, out, residual_out)):
         options = options._replace(store_residual=plan.prenorm or residual_out is not None)
-        run = kit.remembered((plan, options.store_residual), lambda: forward(Inputs._make(inputs), options))
+        key = plan, options.store_residual
+        run = kit.recall(key) or kit.remember(key, forward(Inputs._make(inputs), options))
         outputs = run(inputs, out, residual_out)
         torch.autograd.graph.increment_version([buffer for buffer in (out, residual_out) if buffer is not None])
         return outputs
@@ -300,7 +301,7 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
     if key is None:
         return None
     try:
-        return kit.remembered(key, lambda: Plan(operands, *(*request, True)))
+        return kit.recall(key) or kit.remember(key, Plan(operands, *(*request, True)))
     except TypeError:  # an option has no hash: the checks have more to say
         return Plan(operands, *request)
 

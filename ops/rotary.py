@@ -306,7 +306,7 @@ class Rotary(kit.Op):
             (x, _), k = where
             shapes = output_shapes(x, None if k is None else k[0], o)
             B, T, layout, strides = _laid_out(where, angles, len(shapes[0]) - 3, D, o.heads)
-            start, how = kit.remembered((key, layout), lambda: compiled(layout))
+            start, how = kit.recall((key, layout)) or kit.remember((key, layout), compiled(layout))
             q_tiles, k_tiles = q_parts * B * -(-T * q_shared // rows_of_tile), k_parts * B * -(-T * k_shared // rows_of_tile)
             return *shapes, start, q_tiles + k_tiles, (T, q_tiles, _table_rows(angles), o.eps, *strides, how)
 
@@ -341,7 +341,7 @@ class Rotary(kit.Op):
 
         def placed(where, angles):
             B, T, layout, strides = _laid_out(where, angles, len(where[0][0]) - 3, D, o.heads)
-            start, finish, how = kit.remembered((key, layout), lambda: compiled(layout))
+            start, finish, how = kit.recall((key, layout)) or kit.remember((key, layout), compiled(layout))
             q_programs, k_programs = B * -(-T * q_shared // rows_of_tile), B * -(-T * k_shared // rows_of_tile)
             if most_programs:
                 # As many for each part as its share of the tiles, so that all end at the same time.
@@ -460,7 +460,7 @@ def _found(
         angles = tuple([t.clone(memory_format=torch.contiguous_format) for t in (cos, sin)])
     *where, at, _ = [None if t is None else (t.shape, t.stride()) for t in (*rows, *angles)]
     try:
-        return rows, angles, kit.remembered((key, *where, at), lambda: placed(where, at))
+        return rows, angles, kit.recall((key, *where, at)) or kit.remember((key, *where, at), placed(where, at))
     except Irregular:
         rows, angles = (tuple([None if t is None else t.contiguous() for t in some]) for some in (rows, angles))
         return _found(key, placed, rows, angles)

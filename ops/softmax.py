@@ -178,15 +178,15 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
     """For rows like x's, of tensors of which the widest has this itemsize: a function of what is read, the mask, what is
     written and the scale. no_rows: what the kernel is told where there is no mask."""
     kernels = kit.kernels("softmax")
-    N, vector, backward = x.shape[-1], 16 // itemsize, "dy" in record._fields
-    tile = softmax_tile(N, vector, backward, kit.device_facts(x.device).since_sm_90)
+    N, device, vector, backward = x.shape[-1], x.device, 16 // itemsize, "dy" in record._fields
+    tile = softmax_tile(N, vector, backward, kit.device_facts(device).since_sm_90)
     key = object()
 
     def made(mask_cols: int) -> tuple:
         how = kernels.SoftmaxVariant(
             N, o.log, tile.rows, tile.block_n, vector, LOOPED=tile.looped, MASK_COLS=mask_cols, PREFETCH=tile.distance > 0
         )
-        return kit.Launcher(kernel, record, x.device, strided=("mask",), num_warps=tile.warps), how
+        return kit.Launcher(kernel, record, device, strided=("mask",), num_warps=tile.warps), how
 
     plain = made(1)
 
@@ -198,7 +198,8 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
             mask, numbers, cols = rows_of_mask(mask.expand(out.shape))
             rows = kernels.MaskRows(*numbers)
             # Triton compiles for what it sees of the numbers of a tuple.
-            start, how = kit.remembered((key, cols, *map(kit.specialised, numbers)), lambda: made(cols))
+            masked = key, cols, *map(kit.specialised, numbers)
+            start, how = kit.recall(masked) or kit.remember(masked, made(cols))
         tensors = (first, second, mask, out) if backward else (first, mask, out)
         start(-(-M // tile.rows), tensors, rows, M, scale, tile.distance, how)
 

@@ -23,9 +23,12 @@ def recorded(monkeypatch):
     """The inputs of each backward from now on, and the dtypes of the gradients that it computes."""
     calls, original = [], norm.backward
     kit.forget()
-    monkeypatch.setattr(
-        norm, "backward", lambda b, o, wanted: lambda b: calls.append((BackwardInputs(*b), wanted)) or original(b, o, wanted)(b)
-    )
+
+    def noted(b, o, wanted):
+        run = original(b, o, wanted)
+        return lambda b: (calls.append((BackwardInputs(*b), wanted)), run(b))[1]
+
+    monkeypatch.setattr(norm, "backward", noted)
     return calls
 
 

@@ -9,6 +9,7 @@ arXiv:2302.05442. Pair i is the features i and i + R/2 (the half-split layout of
 2i and 2i + 1 (the paper's, of GPT-J and of Meta's own Llama checkpoints). Features from R on are not turned.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import gcd, prod
@@ -213,32 +214,12 @@ class Outputs(NamedTuple):
     v: Tensor | None  # a view of x, where x is packed
 
 
-class Backward(NamedTuple):
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor | None
-    x: Tensor | None  # None without a norm, as is k
-    k: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    positions: Tensor | None
-    q_weight: Tensor | None
-    q_bias: Tensor | None
-    k_weight: Tensor | None
-    k_bias: Tensor | None
-
-
-class Gradients(NamedTuple):
-    dx: Any  # of all that is in x, values too
-    dk: Any  # where x is not packed
-    dq_weight: Any
-    dq_bias: Any
-    dk_weight: Any
-    dk_bias: Any
+# Without a norm, x and k are None in backward.
+Backward = namedtuple("Backward", ("dq", "dk", "dv", *Inputs._fields))  # type: ignore[misc]
 
 
 class Rotary(kit.Op):
-    name, Inputs, Options, Outputs, Backward, Gradients = "rotary", Inputs, Options, Outputs, Backward, Gradients
+    name, Inputs, Options, Outputs, Backward = "rotary", Inputs, Options, Outputs, Backward
     materialize = True
 
     def function(self, given, o):
@@ -271,9 +252,7 @@ class Rotary(kit.Op):
         return kept if o.norm != Norm.none else kept | {"x": None, "k": None}
 
     def wanted(self, of, o, needs, given):
-        # Queries and keys share a kernel, which writes the gradients of both.
-        weights = [dtype if need else None for dtype, need in zip(of[5:], needs[5:], strict=True)]
-        return Gradients(of.x, of.k, *weights), {name: f"d{name}" for name in of._fields}
+        return super().wanted(of, o, (True, True, *needs[2:]), given)  # a kernel writes the gradients of both
 
     def outputs(self, i, o):
         q_shape, k_shape = output_shapes(i.x.shape, None if i.k is None else i.k.shape, o)
@@ -286,8 +265,8 @@ class Rotary(kit.Op):
         else:
             *tokens, _, D = dq.shape
             found = [dq.new_empty((*tokens, (o.heads + 2 * o.kv_heads) * D)), None]
-        weights = [None if dtype is None else t.new_empty(t.shape) for t, dtype in zip(b[8:], wanted[2:], strict=True)]
-        return Gradients(*found, *weights)
+        weights = [None if dtype is None else t.new_empty(t.shape) for t, dtype in zip(b[8:], wanted[5:], strict=True)]
+        return self.Gradients(*found, None, None, None, *weights)
 
     def start(self, i, o):
         kernels, x, k = kit.kernels("rotary"), i.x, i.k
@@ -360,7 +339,7 @@ class Rotary(kit.Op):
                 return gradients
             rows, angles, found = _found(key, placed, (dq, dk, dv, x, k), (cos, sin))
             start, programs, numbers, finish, finish_numbers = found
-            dx, dk_in, *weights = gradients
+            dx, dk_in, _, _, _, *weights = gradients
             partials = dx.new_empty(programs * sums_D, dtype=torch.float32) if sums_D else None
             start(programs, (*rows, *angles, positions, q_weight, k_weight, dx, dk_in, partials), *numbers)
             if partials is not None:

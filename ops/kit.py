@@ -381,10 +381,14 @@ def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[
             return backward(ctx, *upstream)
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
-        anchor = torch.zeros((), device="cpu", requires_grad=True)  # they have a history, whatever they were computed from
-        return _Refused.apply(ctx.function, anchor, *gradients)
+        return refused(ctx.function, gradients)
 
     return run
+
+
+def refused(function: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The same gradients with a history, whatever they were computed from: a backward that raises."""
+    return _Refused.apply(function, torch.zeros((), device="cpu", requires_grad=True), *gradients)
 
 
 class _Refused(torch.autograd.Function):
@@ -423,16 +427,15 @@ class Recorded(torch.autograd.Function):
                 break
         else:  # those who used the outputs have given no gradient
             return (None,) * len(ctx.needs_input_grad)
-        if torch.is_grad_enabled():
-            gradients = ctx.call.op.again(ctx.call.backward((*upstream, *ctx.saved_tensors, None)), ctx.call.o)
-            if gradients is not None:
-                return None, None, *gradients
-        return _once(ctx, *upstream)
-
-
-@first_order
-def _once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    return None, None, *ctx.call.gradients(ctx.needs_input_grad[2:], (*upstream, *ctx.saved_tensors))
+        call, there, needs = ctx.call, (*upstream, *ctx.saved_tensors), ctx.needs_input_grad[2:]
+        if not torch.is_grad_enabled():
+            return None, None, *call.gradients(needs, there)
+        gradients = call.op.again(call.backward((*there, None)), call.o)
+        if gradients is None:
+            with torch.no_grad():
+                gradients = call.gradients(needs, there)
+            gradients = refused(call.function, gradients)
+        return None, None, *gradients
 
 
 # ---- records -----------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import index
 from typing import Any
 
@@ -261,10 +261,11 @@ def _into_buffers(inputs: tuple, plan: "Plan", eager: bool, out: Tensor | None, 
     checks.check_buffers(plan.name, out, residual_out, Inputs._make(inputs), options.out_dtype, options.residual_dtype, eager)
     if plan.kernels and eager and not _trains((*inputs, out, residual_out)):
         options = options._replace(store_residual=plan.prenorm or residual_out is not None)
+        buffers = {name: buffer for name, buffer in (("y", out), ("r", residual_out)) if buffer is not None}
         key = plan, options.store_residual
         run = kit.recall(key) or kit.remember(key, forward(Inputs._make(inputs), options))
-        outputs = run(inputs, out, residual_out)
-        torch.autograd.graph.increment_version([buffer for buffer in (out, residual_out) if buffer is not None])
+        outputs = run(inputs, buffers)
+        torch.autograd.graph.increment_version(buffers.values())
         return outputs
     # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
     outputs = Outputs._make(_run(inputs, plan, eager))
@@ -328,7 +329,7 @@ def _key(operands: tuple, request: tuple) -> tuple | None:
 
 class Plan:
     # Of eager calls on kernels.
-    run: kit.Call  # without a gradient
+    run: kit.Run  # without a gradient
     trained: kit.Call
 
     def __init__(
@@ -411,7 +412,7 @@ class Plan:
         if eager and self.kernels:
             i = operands._replace(seed=torch.empty(1, dtype=torch.int64) if drops else None)
             learned = [t is not None and t.requires_grad for t in i]
-            self.run, self.trained = kit.Call(NORM, self.options, i, None), kit.Call(NORM, self.recorded, i, tuple(learned))
+            self.run, self.trained = NORM.start(i, self.options), kit.Call(NORM, self.recorded, i, tuple(learned))
 
 
 def _reads_r(norm: Norm, of: Any) -> bool:
@@ -517,23 +518,18 @@ def _adds(of: Any, o: Options) -> bool:
 
 
 def empty_outputs(
-    x: Tensor,
-    kinds: Iterable[tuple[torch.dtype, int | None] | None],
-    rows: int,
-    contiguous: bool = False,
-) -> list[Tensor | None]:
-    """kinds: of `records.outputs_of`, None for an output that is not written; contiguous: x is known to be, which makes it
-    cheaper."""
+    x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], rows: int, contiguous: bool = False
+) -> list[Tensor]:
+    """kinds: of `records.outputs_of`; contiguous: x is known to be, which makes it cheaper."""
     plain = x.dtype if contiguous else None
-    found: list[Tensor | None] = []
-    for kind in kinds:
-        if kind is None:
-            found.append(None)
-        elif kind[1] is not None:
-            found.append(x.new_empty(rows * kind[1] if kind[1] else x.shape[:-1], dtype=kind[0]))
-        else:
-            found.append(torch.empty_like(x) if kind[0] is plain else _empty(x, kind[0]))
-    return found
+    return [
+        x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
+        if numbers is not None
+        else torch.empty_like(x)
+        if dtype is plain
+        else _empty(x, dtype)
+        for dtype, numbers in kinds
+    ]
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -543,7 +539,7 @@ def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _of_rows(b: BackwardInputs) -> Tensor:
     """A tensor of r's shape; r itself where backward reads it."""
-    return next(t for t in (b.r, b.dr, b.dy, b.dy1) if t is not None)
+    return next(t for t in (b.r, *b) if t is not None)
 
 
 # ---- launches ----------------------------------------------------------------------------------------------------------------
@@ -568,19 +564,19 @@ def forward(of: Inputs, o: Options) -> Callable[..., tuple]:
     numbers = (o.eps, *_dropout_numbers(o), tile.prefetch_programs, variant)
     start = kit.Launcher(kernels.norm_forward_kernel, kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None)
     rows_of_tile, outputs = tile.rows, outputs_of(names_of(of), o)
-    kinds = [outputs.get(name) for name in Outputs._fields]
+    kinds, complete = [*outputs.values()], kit.picker(Outputs._fields, [*outputs])
 
-    def run(i: tuple, out: Tensor | None = None, residual_out: Tensor | None = None) -> tuple:
-        """out, residual_out: contiguous, for y and r; that for r may be the residual itself."""
+    def run(i: tuple, buffers: Mapping[str, Tensor] | None = None) -> tuple:
+        """buffers: contiguous, for y and r; that for r may be the residual itself."""
         x = i[0]
         M = x.numel() // N
-        written = empty_outputs(x, kinds, M, x.is_contiguous())
-        if out is not None:
-            written[0] = out
-        if residual_out is not None:
-            written[1] = residual_out
+        if buffers is None:
+            found = empty_outputs(x, kinds, M, x.is_contiguous())
+        else:
+            found = [buffers[name] if name in buffers else empty_outputs(x, [kind], M)[0] for name, kind in outputs.items()]
+        written = complete((*found, None))
         start(-(-M // rows_of_tile), (*i[:-1], *written), i[-1], M, *numbers)
-        return tuple(written)
+        return written
 
     return run
 
@@ -635,10 +631,10 @@ def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
     complete = kit.picker(Gradients._fields, names)
 
     def run(b: tuple) -> tuple:
-        dy, dy1, dr, r, *_ = b
+        r = b[3]
         if r is None:  # which nobody reads
-            r = dr if dy is None else dy
-            b = (dy, dy1, dr, r, *b[4:])
+            r = next(t for t in b if t is not None)
+            b = (*b[:3], r, *b[4:])
         M = r.numel() // N
         found = [r.new_empty(N, dtype=dtype) if like is None else _empty(b[like], dtype) for like, dtype in kinds]
         written = complete((*found, None))

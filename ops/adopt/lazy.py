@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dropout import seeded_dropout
-from ..functional import norm_fn
+from ..norm import norm_fn
 from ..philox import draw_seed
 from ..reference import Norm
 from ..torch_state import has_hooks, is_eager

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..functional import norm_fn
 from ..modules import MODULES
+from ..norm import norm_fn
 from . import lazy
 from .blocks import fused_blocks, unfuse
 from .lazy import Lazy, take_ahead

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
-from ..plan import forget_plans
+from ..kit import forget
 from . import lazy
 from .blocks import Role, fuse
 from .lazy import Lazy, has_rows_of
@@ -106,7 +106,7 @@ def _on_reference() -> Iterator[None]:
     finally:
         kernels.INTERPRET = before
         if before:
-            forget_plans()  # which are of the reference
+            forget()  # which are of the reference
         torch.set_num_threads(threads)
 
 

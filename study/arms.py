@@ -1,18 +1,14 @@
-"""The arms of a study: what the command line or a file of configs/study/ sweeps, but for learning rates and seeds."""
+"""The arms of a study: what the command line or an option of the group study sweeps, but for learning rates and seeds."""
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 import configs
 from configs import Config, ConfigError, keys, machine, rules
-from configs.command_line import as_config_errors
 from configs.schema import CUDA_GRAPHS, Parallel, Precision
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
@@ -21,7 +17,7 @@ from training.tracking import with_defaults
 
 RATE, SEED = "optim.lr", "seed"
 FOLDER = keys.FOLDER / "study"
-WORDS = ("claim", "source", "limits")  # of a file, beside its arguments and arms
+WORDS = ("claim", "source", "limits")
 
 
 @dataclass(frozen=True)
@@ -78,21 +74,21 @@ def study_of(arguments: Sequence[str]) -> Study:
     """
     named = [text for text in arguments if text.startswith("study=")]
     given = [text for text in arguments if text not in named]
-    found = _read(named[-1].partition("=")[2]) if named else {}
+    found = configs.compose_only(named).compare
     # of a key that comes twice, the last
-    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*found.get("arguments", []), *given])}
+    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*found.arguments, *given])}
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
-    swept = {one.get_key_element() for one in configs.parse(list(parsed.values())) if one.is_sweep_override()}
+    swept = set(configs.swept(list(parsed.values())))
     if unswept := swept & {"folder", "resume"}:
         raise ConfigError(f"{min(unswept)}: a comparison has one. Give it one value.")
     arms: dict[str, Config] = {}
-    for name, more in (found.get("arms") or {"": []}).items():
-        for job in configs.jobs([*parsed.values(), *more]):
+    for name, more in (found.arms or {"": []}).items():
+        for job in configs.jobs([*named, *parsed.values(), *more]):
             label = " ".join([*([name] if name else []), *(text for text in job if text.partition("=")[0] in swept)])
             label = label or "this configuration"
             if arms.setdefault(label, cfg := configs.compose_only(job)) != cfg:
                 raise ConfigError(f"{label}: two arms have this name. List their keys under different names, or sweep them.")
-    words = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
+    words = {name: " ".join(text.split()) for name in WORDS if (text := getattr(found, name))}
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]
     rules.check_given(configs.given(given), list(arms.values()), "compare.py")
@@ -128,17 +124,3 @@ def _checked(study: Study) -> Study:
         near = keys.did_you_mean(str(wanted), names)
         raise ConfigError(f"compare.baseline={wanted}: no such arm.{near} Arms: {', '.join(names)}.")
     return study
-
-
-def _read(name: str) -> dict[str, Any]:
-    """A study of configs/study/ by its name, or of any file by its path."""
-    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
-    with as_config_errors(f"study={name}"):
-        if not path.is_file():
-            known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-            near = keys.did_you_mean(name, known)
-            raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
-        found, takes = yaml.safe_load(path.read_text(encoding="utf-8")), (*WORDS, "arguments", "arms")
-    if not isinstance(found, dict) or set(found) - set(takes):
-        raise ConfigError(f"study={name}: takes {', '.join(takes)}, got {', '.join(found or [])}.")
-    return found

@@ -6,6 +6,7 @@ python ablate.py ablate.arms=[torch,compiled,liger,fused]    another library's n
 python ablate.py ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py … folder=runs/FOLDER resume=auto            goes on behind the last cycle of an ablation that was stopped
+python ablate.py ablate.processes=5 …                        in five processes, whose variation enters the intervals
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
 Ends with exit code 1 if parity fails or the disk is full, 2 if the configuration is wrong, 3 if the device has too little
@@ -30,7 +31,7 @@ import torch
 
 import configs
 import ops
-from ablation import kept, nanogpt, parity, records, report, timing, tracking
+from ablation import kept, nanogpt, parity, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
 from ablation.gpu_time import attribute, loss_bytes, norm_bytes
 from ablation.kept import Kept
@@ -42,7 +43,7 @@ from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import launches, profile_step, shares
-from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
+from measure.comparison import TORCH, compare_all, conclusion, cycle_times, is_twin
 from measure.environment import environment
 from measure.files import relative, replace_text
 from measure.progress import progress
@@ -67,7 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work(arguments: list[str]) -> int:
         nonlocal folder
         variants = variants_of(arguments)
-        works, cfg = [prepare(variant) for variant in variants], variants[0].cfg
+        cfg = variants[0].cfg
+        if cfg.ablate.processes > 1:
+            with place(cfg, "ablate.py") as folder:
+                return processes.ablate(arguments, cfg.ablate.processes, folder)
+        works = [prepare(variant) for variant in variants]
         with place(cfg, "ablate.py") as folder:
             device = torch.device(machine.inspect(cfg.device).device)
             cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
@@ -220,7 +225,7 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         left_out[NANOGPT] = "Its step is not captured."
     if mode in IS_COMPILED and NormImpl.compiled in cfg.ablate.arms:
         left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
-    masks = [check_masks(arm, compiled=mode in IS_COMPILED) for name, arm in arms.items() if name != AGAIN]
+    masks = [check_masks(arm, compiled=mode in IS_COMPILED) for name, arm in arms.items() if not is_twin(name)]
     cell = Cell(
         overrides=variant.overrides,
         mode=mode,
@@ -232,7 +237,9 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         left_out=left_out,
         masks=[one for one in masks if one],
     )
-    cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
+    cell = replace(
+        cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, *cell.controls)
+    )
     return profiled(cell, arms) if work.precision.device.type == "cuda" else cell
 
 
@@ -282,7 +289,7 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
     return replace(
         cell,
         arms={name: replace(of, launches=launches(kernels[name])) for name, of in cell.arms.items()},
-        attribution=replace(attribution, kernels={name: of for name, of in kernels.items() if name != AGAIN}),
+        attribution=replace(attribution, kernels={name: of for name, of in kernels.items() if not is_twin(name)}),
     )
 
 

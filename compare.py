@@ -3,7 +3,7 @@
 python compare.py norm.kind=layernorm,rmsnorm optim.lr=1e-3,3e-3,1e-2 seed=1,2,3 train.steps=300
 python compare.py study=qk_norm                    a study of configs/study/; --config-dir for your own
 python compare.py study=qk_norm seed=1,2,3,4,5     its keys can be overridden
-python compare.py folder=runs/NAME resume=auto ... goes on with a study that was stopped
+python compare.py folder=runs/NAME resume=auto ... goes on with a study that was stopped, or adds seeds, rates or arms to it
 python compare.py --help                           the keys it has of its own, and the studies
 
 An arm is one combination of the swept keys, but for optim.lr and seed. docs/compare.md says how to read the report.
@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -31,11 +31,13 @@ from measure import tables
 from measure.environment import environment
 from measure.files import relative, replace_text
 from measure.progress import progress
+from measure.sources import fingerprints
 from measure.store import Store
-from study import report, tracking
+from study import ladder, report, tracking
 from study.analysis import analyse
-from study.arms import FOLDER, Study, study_of
-from study.runs import train_all
+from study.arms import FOLDER, Study, sizes_of, study_of
+from study.plan import make_all, make_equal_time
+from study.runs import Runs
 from training.command import own_keys, place, program
 from training.interrupt import show
 from training.precision import MixedPrecision
@@ -47,27 +49,54 @@ def compare(study: Study, folder: Path, command: str) -> None:
     """Makes the runs that the folder lacks, and reports on all.
 
     Raises:
-        ConfigError: the data or a model refuse what the config asks for, or the folder has runs of another study.
+        ConfigError: as `runs_of`.
         StorageError: a file can't be written.
     """
-    began = time.monotonic()
-    cfg = study.cfg
+    began, cfg = time.monotonic(), study.cfg
     counts = {"arm": len(study.arms), "rate": len(study.rates), "seed": len(study.seeds)}
     sizes = " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
-    show(f"{sizes}, and A/A with as many other seeds, in {relative(folder)}")
-    store = Store(folder / "runs.jsonl", study.facts)
-    replace_text(folder / "config.yaml", configs.to_yaml(cfg))
+    show(f"{sizes}, {len(study.compared)} seeds to compare at each arm's best rate, in {relative(folder)}")
+    with progress(None, "compare", "run") as bar:
+        runs = runs_of(study, folder, bar.update)
+        make_all(study, runs.found, runs.train, runs.time)
+        if cfg.compare.equal_time:
+            steps = {arm.name: arm.steps for arm in analyse(study, runs.found).arms if arm.steps is not None}
+            make_equal_time(study, runs.found, runs.train, steps)
+    minutes = round((time.monotonic() - began) / 60, 1)
+    facts = environment(runs.precision.device) | {"precision": str(runs.precision), "minutes": minutes, "command": command}
+    found = analyse(study, runs.found)
+    report.write(found, study, runs.found, facts, folder)
+    show(tables.aligned(*report.table(found)))
+    show(f"report: {relative(folder)}/report.md")
+    show(f"W&B: {tracking.log(study, found, runs.found, folder)}")
+
+
+def climb(studies: Mapping[str, Study], folder: Path) -> None:
+    """Makes the runs of all sizes, each in a folder of its own, and reports on them. Raises as `compare`."""
+    with progress(None, "compare", "run") as bar:
+        runs = {size: runs_of(study, folder / size, bar.update) for size, study in studies.items()}
+        text = ladder.report(ladder.climb(runs))
+    replace_text(folder / "ladder.md", text)
+    show(f"{text}\nreport: {relative(folder)}/ladder.md")
+
+
+def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
+    """
+    Raises:
+        ConfigError: the data or a model refuse what the config asks for, or the folder has runs of the same arms with other
+            keys, or of other code, versions or another card.
+    """
+    cfg = study.cfg
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
+    here = environment(precision.device)
+    versions = {name: here["versions"][name] for name in ("torch", "triton")}
+    made = versions | {"card": here["gpu"]["name"] if here["gpu"] else "CPU"}
+    # Seeds that are compared at a single rate may be those that choose among several.
+    store = Store(folder / "runs.jsonl", made | {"code": fingerprints()["step"], "several rates": len(study.rates) > 1})
+    replace_text(folder / "config.yaml", configs.to_yaml(cfg))
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-    with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:
-        found = train_all(study, precision, corpus, store, bar.update)
-    facts = {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1), "command": command}
-    made = analyse(study, found)
-    report.write(made, study, found, environment(precision.device) | facts, folder)
-    show(tables.aligned(*report.table(made)))
-    show(f"report: {relative(folder)}/report.md")
-    show(f"W&B: {tracking.log(study, made, found, folder)}")
+    return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,9 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work(arguments: list[str]) -> int:
         nonlocal folder
-        study = study_of(arguments)
+        study, sizes = study_of(arguments), sizes_of(arguments)
+        studies = {size: study_of(arguments, size) for size in sizes}
         try:
             with place(study.cfg, "compare.py") as folder:
+                if sizes:
+                    climb(studies, folder)
+                    return 0
                 compare(study, folder, shlex.join(["python", "compare.py", *sys.argv[1:]]))
         except torch.OutOfMemoryError as error:
             remedy = (

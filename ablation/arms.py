@@ -11,7 +11,7 @@ from torch import Tensor
 from configs import Config
 from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch
 from data import Batches, Tokenizer
-from measure.comparison import AGAIN, TORCH
+from measure.comparison import TWIN
 from model import GPT
 from training import export
 from training.build import build, copy_values
@@ -55,7 +55,7 @@ class Arm:
 def switched(cfg: Config, arm: str) -> Config:
     """A copy of cfg for an arm: with the implementation that it is named after."""
     cfg = copy.deepcopy(cfg)
-    impl = TORCH if arm == AGAIN else arm
+    impl = arm.removesuffix(TWIN)
     match cfg.ablate.switch:
         case Switch.norm:
             cfg.norm.impl = NormImpl(impl)

@@ -10,7 +10,7 @@ from ablation.records import Attribution, Cell
 from configs import Config
 from configs.schema import BlockLayout, Positions, ResidualDtype
 from measure.attribution import Share
-from measure.comparison import AGAIN
+from measure.comparison import is_twin
 from training.precision import MixedPrecision
 
 IDLE = "idle"  # the part of a timed step that is no GPU time of the profile
@@ -21,7 +21,7 @@ def parts_ms(cell: Cell) -> dict[str, dict[str, float]]:
     assert cell.attribution is not None
     found = {}
     for name, shares in cell.attribution.shares.items():
-        if name != AGAIN:
+        if not is_twin(name):
             parts = {share.group: share.ms for share in shares}
             found[name] = parts | {IDLE: max(0.0, median(chain(*cell.arms[name].blocks_ms)) - sum(parts.values()))}
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ablation.arms import Arm, build_arm, check_same
-from ablation.rounding import REFERENCE, REORDERED, in_another_order, shuffled
+from ablation.rounding import ORDERS, REFERENCE, REORDERED, in_another_order, shuffled
 from configs import Config
 from configs.schema import DropoutMasks, NormImpl, Switch
 from data import Batches, Tokenizer
@@ -20,13 +20,14 @@ from model.norm import How, Normalise, NormSite
 from ops import seeded_dropout
 from training.precision import MixedPrecision
 
+ORDER_NAMES = [f"{REORDERED} {number}" for number in range(ORDERS)]
 FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms would skip steps that the reference takes
 
 
 def parity_arms(
     cfg: Config, precision: MixedPrecision, tokenizer: Tokenizer, batches: Batches, tested: Sequence[str]
 ) -> dict[str, Arm]:
-    """The reference, torch, the tested values of the switch, and torch in another order of sums."""
+    """The reference, torch, the tested values of the switch, and torch in other orders of sums."""
     cfg = copy.deepcopy(cfg)
     if cfg.ablate.switch is Switch.loss:
         cfg.norm.impl = NormImpl.torch  # in all arms, since kernels have no fp64
@@ -35,14 +36,16 @@ def parity_arms(
     own = partial(build_arm, precision=precision, tokenizer=tokenizer, batches=batches, masks=DropoutMasks.shared)
     like = own(TORCH, cfg)
     reference = own(REFERENCE, cfg, precision=exact, value=TORCH, like=like)
-    others = [like, *(own(name, cfg, like=like) for name in tested), own(REORDERED, cfg, value=TORCH, like=like)]
+    reordered = [own(name, cfg, value=TORCH, like=like) for name in ORDER_NAMES]
+    others = [like, *(own(name, cfg, like=like) for name in tested), *reordered]
     check_same(others)
     if precision.dtype is torch.float32:
         double(reference.state.model)
     if precision.dtype is torch.float16:
         for arm in others:
             arm.state.scaler = torch.amp.GradScaler(precision.device.type, init_scale=FP16_SCALE)
-    reorder(others[-1])
+    for number, arm in enumerate(reordered):
+        reorder(arm, number)
     return {arm.name: arm for arm in (reference, *others)}
 
 
@@ -82,7 +85,7 @@ def row_sites(model: nn.Module) -> dict[str, nn.Module]:
     return outer | {name: site for name, site in model.named_modules() if isinstance(site, QueryKeySite)}
 
 
-def reorder(arm: Arm) -> None:
+def reorder(arm: Arm, number: int) -> None:
     """Makes what is compared sum in another order: the norm sites their rows and the gradients of their weights, or the loss
     the exponentials of a row and the losses of rows.
 
@@ -90,15 +93,15 @@ def reorder(arm: Arm) -> None:
     norms give exactly as much as any other correct program for them may. The same holds of the loss and its logits.
     """
     if arm.cfg.ablate.switch is Switch.loss:
-        arm.update.forward = partial(_with_reordered_loss, arm.update.forward)
+        arm.update.forward = partial(_with_reordered_loss, arm.update.forward, number)
     else:
         for site in norm_sites(arm.state.model).values():
-            site._norm = partial(_reordered, site._norm)
+            site._norm = partial(_reordered, site._norm, number)
 
 
-def _with_reordered_loss(forward: Callable[..., Tensor], *args: Tensor, **kwargs: Tensor) -> Tensor:
+def _with_reordered_loss(forward: Callable[..., Tensor], number: int, *args: Tensor, **kwargs: Tensor) -> Tensor:
     own = losses.cross_entropy
-    losses.cross_entropy = partial(_reordered_loss, own)
+    losses.cross_entropy = partial(_reordered_loss, own, number)
     try:
         return forward(*args, **kwargs)
     finally:
@@ -106,22 +109,22 @@ def _with_reordered_loss(forward: Callable[..., Tensor], *args: Tensor, **kwargs
 
 
 def _reordered_loss(
-    loss: Callable[..., Tensor], logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float
+    loss: Callable[..., Tensor], number: int, logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float
 ) -> Tensor:
-    row_order, column_order = (shuffled(n, logits.device) for n in logits.shape)
+    row_order, column_order = (shuffled(n, logits.device, number) for n in logits.shape)
     moved = torch.where(targets < 0, targets, column_order.argsort()[targets.clamp_min(0)])  # below 0: it does not count
     shuffled_logits = logits.index_select(0, row_order).index_select(1, column_order)
     return loss(shuffled_logits, moved[row_order], softcap, z_loss)
 
 
 def _reordered(
-    norm: Normalise, r: Tensor, weight: Tensor | None, bias: Tensor | None, how: How, scalars: Tensor | None = None
+    norm: Normalise, number: int, r: Tensor, weight: Tensor | None, bias: Tensor | None, how: How, scalars: Tensor | None = None
 ) -> Tensor:
     def in_order(rows: Tensor, order: Tensor) -> Tensor:
         weights = [None if t is None else t.index_select(0, order) for t in (weight, bias)]
         return norm(rows, *weights, how, scalars)
 
-    return in_another_order(in_order, r)
+    return in_another_order(in_order, r, number)
 
 
 def double(model: nn.Module) -> None:

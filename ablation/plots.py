@@ -10,7 +10,7 @@ import numpy as np
 from ablation.gpu_time import parts_ms
 from ablation.records import Cell, Parity
 from ablation.rounding import MARGIN
-from measure.comparison import AGAIN
+from measure.comparison import is_twin
 from measure.plots import ARMS, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, ticker
 from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
@@ -29,7 +29,8 @@ class Bars:
 
 
 def bars_of(cell: Cell) -> Bars:
-    steps = {name: spread([ms for block in arm.blocks_ms for ms in block]) for name, arm in cell.arms.items() if name != AGAIN}
+    arms = {name: arm for name, arm in cell.arms.items() if not is_twin(name)}
+    steps = {name: spread([ms for block in arm.blocks_ms for ms in block]) for name, arm in arms.items()}
     return Bars(cell.title, steps, {base: cell.against(base).speedup for base in cell.opponents})
 
 
@@ -80,7 +81,8 @@ def attributions(cells: Sequence[Cell], path: Path, footer: str) -> None:
 def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
     """Error ratios: a dot for every quantity, beside the band that is accepted.
 
-    The ratio is the arm's distance from the reference over that of torch summed in another order, a geometric mean over seeds.
+    The ratio is the arm's distance from the reference over what rounding and other orders of sums explain, a geometric mean
+    over seeds.
     """
     titles = [f"{one.arm}: {label(one.overrides)}, {one.precision}, {len(one.seeds)} seeds" for one in found]
     figure, axes, heights = _rows([(title, KINDS) for title in titles])
@@ -91,14 +93,14 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
         for quantity, distances in one.distances.items():
             kind, layer, _ = quantity.partition(" of ")
             y = heights[len(KINDS) * number + KINDS.index(f"{kind}s" if layer else quantity)]
-            ratio = np.exp(np.mean([np.log(of.tested / of.reordered) for of in distances])).clip(*DRAWN)
+            ratio = np.exp(np.mean([np.log(of.tested / max(of.reordered, 1.0)) for of in distances])).clip(*DRAWN)
             dot = {"color": ARMS.get(one.arm, {"color": GREY})["color"], "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
             axes.plot([ratio], [y + scatter.uniform(-0.2, 0.2)], "o", **dot)
     axes.set_xscale("log")
     axes.set_xlim(0.8 * DRAWN[0], 1.25 * DRAWN[1])
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
     axes.set_xlabel(f"error ratio; green: accepted, up to {MARGIN}; {DRAWN[1]:g} is that or more", fontsize=8)
-    finish(figure, "Parity: the error beside that of torch summed in another order", footer, path)
+    finish(figure, "Parity: the error beside what rounding and other orders of sums explain", footer, path)
 
 
 def _rows(groups: Sequence[tuple[str, Sequence[str]]]) -> tuple[Any, Any, list[float]]:

@@ -10,7 +10,7 @@ from typing import Any
 from ablation.rounding import Distances, Quantity
 from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
-from measure.comparison import AGAIN, TORCH, Comparison, Pairs, cycle_times
+from measure.comparison import TWIN, Comparison, Pairs, cycle_times, is_twin
 from measure.files import replace_text
 from measure.statistics import Interval, spread
 from measure.tables import label
@@ -60,7 +60,7 @@ class Cell:
     overrides: dict[str, str]  # the swept keys and their values
     mode: str  # of ablation.variants
     tokens_per_step: int
-    arms: dict[str, ArmTimes]  # by name, torch and torch again first
+    arms: dict[str, ArmTimes]  # by name, torch first
     subject: str  # the arm that the verdict is about
     pairs: Pairs
     verdict: str
@@ -73,14 +73,14 @@ class Cell:
         return label(self.overrides, self.mode)
 
     @property
-    def control(self) -> Comparison:
-        """torch again: what no difference looks like."""
-        return self.pairs[TORCH][AGAIN]
+    def controls(self) -> list[Comparison]:
+        """A/A: what no difference looks like."""
+        return [arms[base + TWIN] for base, arms in self.pairs.items() if base + TWIN in arms]
 
     @property
     def steps_ms(self) -> dict[str, float]:
         """By arm, a step's time: the median over cycles. Without A/A and another project's."""
-        return {n: median(cycle_times(arm.blocks_ms)) for n, arm in self.arms.items() if n not in (AGAIN, NANOGPT)}
+        return {n: median(cycle_times(arm.blocks_ms)) for n, arm in self.arms.items() if n != NANOGPT and not is_twin(n)}
 
     @property
     def opponents(self) -> list[str]:
@@ -103,7 +103,6 @@ class Parity:
     quantities: list[Quantity]
     val_loss: dict[str, list[float]]  # by arm: for each seed
     val_difference: Interval  # the tested arm − torch, pairs are seeds: the mean, with Student's interval
-    val_spread: float  # standard deviation of torch's over seeds
     holds: bool
     verdict: str
     distances: dict[str, list[Distances]]  # by quantity: for each seed; the tests are of these

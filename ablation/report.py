@@ -11,7 +11,7 @@ from ablation.gpu_time import IDLE, parts_ms
 from ablation.records import Ablation, Cell
 from ablation.variants import GRAPH
 from measure import tables
-from measure.comparison import AGAIN, NO_KERNEL, TORCH, is_different
+from measure.comparison import NO_KERNEL, TORCH, is_different, is_twin, stalls
 from measure.files import replace_text
 from measure.statistics import spread
 from measure.tables import NOTHING, aligned, capital, interval_text, label, markdown, number, section, wrapped
@@ -60,7 +60,7 @@ def _headline(ablation: Ablation) -> str:
         found = []
         for cell in ablation.cells:
             pair = cell.against(cell.opponents[0])
-            speedup = f"{pair.speedup.median:.3f} ×" if is_different(pair, cell.control) else "no difference found"
+            speedup = f"{pair.speedup.median:.3f} ×" if is_different(pair, *cell.controls) else "no difference found"
             found.append(f"{cell.title} {speedup}")
         subjects = " and ".join(dict.fromkeys(cell.subject for cell in ablation.cells))
         said = f"{capital(subjects)} against the fastest other arm: {'; '.join(found)}"
@@ -116,9 +116,9 @@ def _left_out(cells: Sequence[Cell]) -> list[str]:
 
 
 def _pairs(cells: Sequence[Cell]) -> str:
-    header = ["cell", "arm over base", "ms (95 %)", "speed-up (95 %)"]
+    header = ["cell", "arm over base", "ms (95 %)", "speed-up (95 %)", "of all steps (95 %)"]
     rows = [
-        [cell.title, f"{arm} over {base}", interval_text(of.difference_ms), interval_text(of.speedup)]
+        [cell.title, f"{arm} over {base}", *map(interval_text, (of.difference_ms, of.speedup, of.mean_speedup))]
         for cell in cells
         for base, arms in cell.pairs.items()
         for arm, of in arms.items()
@@ -184,9 +184,11 @@ def step_times(cell: Cell) -> tuple[list[str], list[list[str]]]:
     for name, arm in cell.arms.items():
         steps = list(chain(*arm.blocks_ms))
         of, per_s = spread(steps), 1000 * cell.tokens_per_step / fmean(steps)  # from the mean: slow steps count
-        rows.append([f"{name} (A/A)" if name == AGAIN else name, *map(number, (of.median, of.p10, of.p90)), f"{per_s:,.0f}"])
+        rows.append([f"{name} (A/A)" if is_twin(name) else name, *map(number, (of.median, of.p10, of.p90)), f"{per_s:,.0f}"])
+        count, share = stalls(arm.blocks_ms)
+        rows[-1].append(f"{count} of {len(steps)}, {100 * share:.1f} %" if count else NOTHING)
         rows[-1].append(NOTHING if arm.peak_gb is None else f"{arm.peak_gb:.2f}")
         rows[-1].append(NOTHING if arm.launches is None else f"{arm.launches:,}")
-    columns = zip(["arm", "median ms", "p10", "p90", "tokens/s", "peak GiB", "kernels"], *rows, strict=True)
+    columns = zip(["arm", "median ms", "p10", "p90", "tokens/s", "stalls, of time", "peak GiB", "kernels"], *rows, strict=True)
     header, *kept = zip(*(column for column in columns if set(column[1:]) != {NOTHING}), strict=True)
     return list(header), [list(row) for row in kept]

@@ -10,7 +10,7 @@ from ablation.arms import switched
 from configs import Config, ConfigError, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import DropoutMasks, NormImpl, WandbMode
-from measure.comparison import AGAIN, FUSED, TORCH
+from measure.comparison import FUSED, TORCH, TWIN, is_twin
 from measure.tables import label
 from training.tracking import agent_job, with_defaults
 
@@ -43,21 +43,31 @@ class Variant:
         return FUSED if FUSED in ours else ours[-1]
 
     def arms(self, mode: str) -> list[str]:
-        """The names of a cell's arms: the control first, the subject last, so that all pairs have it as their second."""
+        """The names of a cell's arms: torch first, the subject last, so that all pairs have it as their second.
+
+        The pair that is the fastest as a rule is timed twice, for A/A: the subject, and compiled sites or else PyTorch's. A/A
+        of another arm tells little: steps that wait for the host scatter many times as much as those that don't.
+        """
         left = {TORCH, self.subject, *self.refused}
         if mode in IS_COMPILED:
             left.add(NormImpl.compiled)  # which there is torch
         if mode in IS_GRAPH:
             left.add(NANOGPT)  # whose step is its own
         others = [arm for arm in self.cfg.ablate.arms if arm not in left]
-        return [TORCH, AGAIN, *others, self.subject]
+        twice = {self.subject, NormImpl.compiled if NormImpl.compiled in others else TORCH}
+        names = dict.fromkeys([TORCH, *others, self.subject])
+        return [own for name in names for own in ([name, name + TWIN] if name in twice else [name])]
 
     @property
     def tested(self) -> list[str]:
         """The arms that have a parity test: eager ones of ours that can take the shared dropout masks."""
         shared = copy.deepcopy(self.cfg)
         shared.norm.dropout_masks = DropoutMasks.shared
-        arms = [arm for arm in self.arms(EAGER)[2:] if arm != NANOGPT] if shared.ablate.parity_seeds else []
+        arms = (
+            [arm for arm in self.arms(EAGER) if arm not in (TORCH, NANOGPT) and not is_twin(arm)]
+            if shared.ablate.parity_seeds
+            else []
+        )
         return [arm for arm in arms if not why_not(shared, arm)]
 
     @property

@@ -124,7 +124,11 @@ class Results:
 
 
 def open_results(
-    options: argparse.Namespace, names: Iterable[str] = (), others: dict[str, str] | None = None, file: str | None = None
+    options: argparse.Namespace,
+    names: Iterable[str] = (),
+    others: dict[str, str] | None = None,
+    file: str | None = None,
+    published: bool = False,
 ) -> Results:
     """The record that this run makes.
 
@@ -132,8 +136,9 @@ def open_results(
         names: of providers.
         others: versions of what is compared beside providers.
         file: name of the record, if it is not the program's.
+        published: of a CPU too, as that of a computation that any machine repeats.
     """
     facts = environment(options.device, providers.versions(names) | (others or {}))
-    folder = FOLDER if options.device.type == "cuda" else SCRATCH
+    folder = FOLDER if options.device.type == "cuda" or published else SCRATCH
     command = shlex.join(["python", "-m", f"benchmarks.{options.program}", *options.argv])
     return Results(folder / slug(facts) / f"{file or options.program}.json", facts, command)

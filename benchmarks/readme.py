@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ablation import plots
-from benchmarks import host, memory, report, scaling
+from benchmarks import host, memory, report, scaling, study_errors
 from benchmarks.command import FOLDER
-from measure.comparison import AGAIN, TORCH
+from measure.comparison import TORCH, TWIN, is_twin
 from measure.files import replace_text
 from measure.sources import OF_RECORD, ROOT, fingerprints
 from measure.statistics import Interval, Spread
@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "host": host.markdown,
     "memory": memory.markdown,
     "scaling": scaling.markdown,
+    "study_errors": study_errors.markdown,
 }
 PICTURED = ("gpt2", "llama")  # ablations in the lead picture
 Cell = dict[str, Any]  # of a report.json
@@ -64,7 +65,7 @@ def cells_of(folder: Path, names: Sequence[str]) -> tuple[list[tuple[str, Cell]]
 
 def steps_of(cell: Cell) -> dict[str, Spread]:
     """The step times of norms' implementations."""
-    return {name: Spread(**of["step_ms"]) for name, of in cell["arms"].items() if name not in (AGAIN, "nanogpt")}
+    return {name: Spread(**of["step_ms"]) for name, of in cell["arms"].items() if name != "nanogpt" and not is_twin(name)}
 
 
 def fastest(cell: Cell) -> str:
@@ -94,7 +95,7 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
             ms[cell["subject"]],
             interval_text(speedup(cell, other)),
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
-            interval_text(speedup(cell, TORCH, AGAIN)),
+            " and ".join(interval_text(speedup(cell, b, b + TWIN)) for b, of in cell["pairs"].items() if b + TWIN in of),
             NOTHING if cell["attribution"] is None else f"{cell['attribution']['limits'][other]:.3f}",
         ])  # fmt: skip
     header = ["configuration", "torch ms", "fastest other arm, ms", "fused ms", "speed-up over it (95 %)", "over torch"]

@@ -1,14 +1,15 @@
 """Whether compare.py finds what is there, and nothing else: real runs of arms whose difference is known.
 
-python -m benchmarks.study_proofs                  planned for 4 minutes on an H100
+python -m benchmarks.study_proofs                  planned for 5 minutes on an H100
 python -m benchmarks.study_proofs --device cpu --studies 2 train.steps=20 model.width=32       to try it
 
-aa         studies of two equal arms that have other seeds: at most a tenth may be called different
-shifted    the same studies, with SHIFT added to each loss of the second arm: the power of a study whose arms share nothing
-planted    an arm that differs from the baseline in rounding alone (norm.eps), on its seeds, with SHIFT added to its losses
-handicap   half the width of all norm weights frozen at FROZEN, on the baseline's seeds
+aa         studies of two equal arms, each of SEEDS runs and the baseline of as many again, whose seeds no other study has
+shifted    the same studies, with SHIFT added to each loss of the second arm: the power
+planted    an arm that differs from the baseline in rounding alone (norm.eps), with SHIFT added to its losses
+handicap   half the width of all norm weights frozen at FROZEN
 
-A record is one study: the difference of last losses with its 95 % interval, that of A/A, and whether it was called different.
+The last two are judged together, against one baseline. A record is one arm of a study: the difference of last losses with its
+95 % interval, its p, and whether it was called different.
 """
 
 import tempfile
@@ -23,18 +24,18 @@ from benchmarks import command
 from benchmarks.command import Record
 from configs import machine
 from data import load_corpus
+from measure.differences import Difference, Sample, differences
 from measure.progress import progress
 from measure.statistics import Interval
 from measure.store import Store
 from measure.tables import interval_text
 from model import GPT
 from model.norm import NormSite
-from study.analysis import ArmReport, Report, analyse
 from study.arms import Arm, Study, study_of
-from study.runs import AGAIN, Found, Result, train_all
+from study.runs import FRESH, Runs
 from training.precision import MixedPrecision
 
-SEEDS = 5  # of a study
+SEEDS = 8  # of an arm; the baseline has as many again
 SHIFT, FROZEN = 0.02, 0.5
 KEYS = [
     *("experiment=shakespeare_char", "model.layers=4", "model.heads=4", "model.width=128", "model.context=128"),
@@ -55,44 +56,30 @@ def half_frozen(model: GPT) -> None:
             site.weight.register_hook(lambda g, half=half: torch.cat((torch.zeros_like(g[:half]), g[half:])))
 
 
-def shifted(results: Sequence[Result], by: float) -> list[Result]:
-    return [replace(run, evaluated=[[step, loss + by] for step, loss in run.evaluated]) for run in results]
+def shifted(sample: Sample, by: float) -> Sample:
+    return replace(sample, losses=[loss + by for loss in sample.losses])
 
 
-def drawn(study: Study, runs: Sequence[Result], by: float) -> Report:
-    """A study of runs with distinct seeds: those of two equal arms, the second shifted, and of A/A.
-
-    Losses are paired by number, as those of seeds are.
-    """
-    base, arm, again = (
-        [replace(run, arm=name, seed=number) for number, run in enumerate(runs[i * SEEDS : (i + 1) * SEEDS])]
-        for i, name in enumerate((BASE, EQUAL, BASE + AGAIN))
-    )
-    arms = [Arm(name, study.cfg) for name in (BASE, EQUAL)]
-    return analyse(Study(arms, study.rates, list(range(SEEDS)), {}), Found([*base, *shifted(arm, by), *again]))
+def record(proof: str, number: int, found: Difference) -> Record:
+    loss = asdict(found.loss) if found.loss else None
+    return {"proof": proof, "study": number, "different": bool(found.verdict), "difference": loss, "p": found.p_loss}
 
 
-def record(proof: str, number: int, arm: ArmReport, made: Report) -> Record:
-    assert arm.difference is not None
-    facts = {"proof": proof, "study": number, "different": arm.different}
-    return facts | {"difference": asdict(arm.difference), "again": asdict(made.again), "loss": arm.last.median}
-
-
-def records_of(study: Study, equal: Sequence[Result], known: Found, studies: int) -> list[Record]:
-    """All studies.
-
-    Args:
-        equal: runs of equal arms, with distinct seeds.
-        known: runs of the arms of `study`.
-    """
-    made: list[Record] = []
+def studies_of(losses: Sequence[float], studies: int) -> list[Record]:
+    """Of equal arms: 3 · SEEDS losses each."""
+    made = []
     for proof, by in (("aa", 0.0), ("shifted", SHIFT)):
-        for i in range(studies):
-            report = drawn(study, equal[3 * SEEDS * i :], by)
-            made.append(record(proof, i, report.arms[1], report))
-    planted = [one for run in known.results for one in (shifted([run], SHIFT) if run.arm == EQUAL else [run])]
-    report = analyse(study, replace(known, results=planted))
-    return [*made, *(record(p, 0, a, report) for p, a in zip(("planted", "handicap"), report.arms[1:], strict=True))]
+        for number in range(studies):
+            own = losses[3 * SEEDS * number : 3 * SEEDS * (number + 1)]
+            samples = {BASE: Sample(own[SEEDS:]), EQUAL: shifted(Sample(own[:SEEDS]), by)}
+            made.append(record(proof, number, differences(samples, [(EQUAL, BASE)])[EQUAL, BASE]))
+    return made
+
+
+def known_of(base: Sample, equal: Sample, handicap: Sample) -> list[Record]:
+    samples = {BASE: base, "planted": shifted(equal, SHIFT), "handicap": handicap}
+    found = differences(samples, [("planted", BASE), ("handicap", BASE)])
+    return [record(proof, 0, of) for (proof, _), of in found.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -105,17 +92,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     study = study_of(keys)
     (arm,), (other,) = study.arms, study_of([*keys, "norm.eps=1.01e-5"]).arms
     arms = [Arm(BASE, arm.cfg), Arm(EQUAL, other.cfg), Arm(HANDICAP, arm.cfg, half_frozen)]
-    known = Study(arms, study.rates, list(range(1, SEEDS + 1)), {})
-    # Half of them are the A/A runs, which have as many other seeds.
-    equal = Study(arms[:1], study.rates, list(range(1, (3 * SEEDS * options.studies + 1) // 2 + 1)), {})
+    # Of the baseline each study of equal arms has a part, and the known arms the first.
+    counts = {BASE: max(3 * options.studies, 2) * SEEDS, EQUAL: SEEDS, HANDICAP: SEEDS}
 
     precision = MixedPrecision.of(arm.cfg.train.precision, machine.inspect(arm.cfg.device))
     corpus = load_corpus(arm.cfg.data, arm.cfg.tokenizer, context=arm.cfg.model.context)
-    with tempfile.TemporaryDirectory() as folder, progress(2 * len(equal.seeds) + 4 * SEEDS, "study_proofs", "run") as bar:
-        stores = [Store(Path(folder) / name, {}) for name in ("equal.jsonl", "known.jsonl")]
-        runs = train_all(equal, precision, corpus, stores[0], bar.update).results
-        found = train_all(known, precision, corpus, stores[1], bar.update)
-    results.add(records_of(known, runs, found, options.studies))
+    with tempfile.TemporaryDirectory() as folder, progress(sum(counts.values()), "study_proofs", "run") as bar:
+        known = Study(arms, study.rates, [1], {})
+        runs = Runs(known, precision, corpus, Store(Path(folder) / "runs.jsonl", {}), done=bar.update)
+        for one in arms:
+            # The known arms share no seed with the baseline, as arms of a study that differ at all share nothing by theirs.
+            first = 1 if one.name == BASE else counts[BASE] + 1
+            runs.train(one, FRESH, study.rates, range(first, first + counts[one.name]))
+        base, equal, handicap = (runs.found.sample(runs.found.of(one.name)) for one in arms)
+    results.add(
+        [*studies_of(base.losses, options.studies), *known_of(replace(base, losses=base.losses[: 2 * SEEDS]), equal, handicap)]
+    )
     for proof, of in groupby(results.finish(), lambda one: one["proof"]):
         proofs = list(of)
         last = interval_text(Interval(**proofs[-1]["difference"]), 4)

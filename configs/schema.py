@@ -362,7 +362,7 @@ class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
     switch: Switch = key(Switch.norm, "whose impl is compared; the other one is held fixed", "nothing")
-    arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; torch is timed twice (A/A)", "nothing")
+    arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; two are timed twice (A/A)", "nothing")
     nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose step is timed too", "nothing")
     cycles: int = key(12, "cycles of two blocks per arm; a multiple of the arms favours none", "nothing", at_least=6)
     block_steps: int | None = key(None, "steps of a block, after one uncounted; null: 250 ms", "nothing", at_least=1)
@@ -370,6 +370,7 @@ class AblateConfig:
     compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", "nothing")
     eager: bool = key(True, "false: compiled cells alone; needs ablate.compile=true, or a GPU", "nothing")
     graph: bool | None = key(None, "true: as one CUDA graph too; null: on a GPU if a step is short", "nothing")
+    processes: int = key(1, "processes, one after the other, whose variation enters intervals", "nothing", at_least=1)
     parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", "nothing", at_least=0)
     parity_steps: int = key(10, "optimizer steps of a parity run", "nothing", at_least=1)
 
@@ -383,8 +384,13 @@ class CompareConfig:
     limits: str | None = key(None, "what the study can't say", "nothing")
     arguments: list[str] = key(list, "key=value of all arms, such as optim.lr=1e-3,3e-3", "nothing")
     arms: dict[str, list[str]] = key(dict, "key=value of each arm, by its name", "nothing")
+    sizes: dict[str, list[str]] = key(dict, "key=value of each size of a ladder", "nothing")
     baseline: str | None = key(None, "the arm that the others are compared with; null: the first", "nothing")
     diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", "nothing", above=0)
+    fresh: int = key(8, "seeds at each arm's best rate, which had no part in its choice; 0: no verdict", "nothing", at_least=0)
+    race_steps: int | None = key(None, "steps after which two rates go on; null: steps / 10; 0: all do", "nothing", at_least=0)
+    equal_time: bool = key(False, "train slower arms again, by a schedule that ends when the fastest ends", "nothing")
+    all_pairs: bool = key(False, "ask of each pair of arms whether it differs, not of the baseline's alone", "nothing")
     probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", "nothing", at_least=0)
     timing_cycles: int | None = key(None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", "nothing", at_least=0)
 

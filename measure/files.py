@@ -1,10 +1,13 @@
 """Files that are written whole or not at all, and the errors of a disk."""
 
+import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class StorageError(RuntimeError):
@@ -42,6 +45,19 @@ def replace_text(path: Path, text: str) -> None:
     """Replaces a small file. Raises StorageError."""
     with as_storage_errors(path), replacing(path) as temporary:
         temporary.write_bytes(text.encode())
+
+
+def json_text(data: Any, **how: Any) -> str:
+    """JSON of plain data, with null for what is not finite: JSON has no number for it."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(of) for key, of in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(of) for of in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(data), allow_nan=False, **how)
 
 
 def sync(path: Path) -> None:

@@ -24,12 +24,11 @@ NORMS = _ops(
     "kernels/backward", "kernels/constants", "kernels/dropout", "kernels/exchange", "kernels/forward", "kernels/norms",
     "kernels/nvidia", "kernels/rows", "kernels/weight_gradients", "tiling",
 )  # fmt: skip
-ROTARY = _ops("kernels/constants", "kernels/norms", "kernels/nvidia", "kernels/rotary", "kernels/rows", "rotary_launch")
+ROTARY = _ops("kernels/constants", "kernels/norms", "kernels/nvidia", "kernels/rotary", "kernels/rows", "rotary")
 LOSSES = _ops(
-    "kernels/constants", "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "cross_entropy_launch",
-    "softmax_launch",
+    "kernels/constants", "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "loss", "softmax",
 )  # fmt: skip
-CALLS = _ops("autograd", "checks", "functional", "launch", "operators", "philox", "plan", "records", "reference", "torch_state")
+CALLS = _ops("checks", "kit", "norm", "philox", "records", "reference", "torch_state")
 STEP = (
     "ops/kernels", "ops/tiling.py", "model", "training/build.py", "training/inputs.py", "training/optimizer.py",
     "training/precision.py", "training/step.py",
@@ -40,10 +39,12 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "losses": LOSSES,
     "calls": (*NORMS, *CALLS),
     "step": STEP,
+    "study": ("measure/differences.py", "study/analysis.py", "study/plan.py", "study/runs.py"),
     "ranks": (*STEP, "training/distributed.py", "training/sharding.py"),
 }
 OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
     "rotary": "rotary", "losses": "losses", "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
+    "study_errors": "study",
 }  # fmt: skip
 
 

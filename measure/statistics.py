@@ -1,7 +1,8 @@
 """Spread of repeated measurements, and intervals of paired differences, ratios and means."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import special, stats
@@ -49,6 +50,12 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interv
     return _median(np.asarray(first, np.float64) - np.asarray(second, np.float64))
 
 
+def ratio_of_means(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
+    """Mean of the numerator over that of the denominator, with its bootstrap 95 % interval over rounds, paired."""
+    pairs = (np.asarray(numerator, np.float64), np.asarray(denominator, np.float64))
+    return _bootstrap(pairs, lambda x, y, axis: x.mean(axis) / y.mean(axis))
+
+
 def mean_interval(samples: Sequence[float] | np.ndarray) -> Interval:
     """The mean with Student's 95 % interval. One sample is its own interval.
 
@@ -67,11 +74,14 @@ def t_tail(t: float, degrees: int) -> float:
 
 
 def _median(samples: np.ndarray) -> Interval:
+    return _bootstrap((samples,), np.median)
+
+
+def _bootstrap(samples: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> Interval:
     """With its percentile bootstrap (Efron 1979). The seed is fixed, so the same samples give the same interval."""
-    value = float(np.median(samples))
-    if len(samples) < 2:
+    value = float(statistic(*samples, axis=-1))
+    if len(samples[0]) < 2:
         return Interval(value, value, value)
-    found = stats.bootstrap(
-        (samples,), np.median, n_resamples=RESAMPLES, vectorized=True, method="percentile", rng=np.random.default_rng(0)
-    ).confidence_interval
+    how: dict[str, Any] = {"vectorized": True, "paired": len(samples) > 1, "method": "percentile"}
+    found = stats.bootstrap(samples, statistic, n_resamples=RESAMPLES, rng=np.random.default_rng(0), **how).confidence_interval
     return Interval(value, float(found.low), float(found.high))

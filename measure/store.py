@@ -13,7 +13,7 @@ from typing import Any
 
 from configs import ConfigError, keys
 from configs.command_line import as_config_errors
-from measure.files import relative, replace_text
+from measure.files import json_text, relative, replace_text
 from measure.tables import flat
 
 
@@ -54,8 +54,8 @@ class Store:
 
     def _append(self, line: dict[str, Any]) -> str:
         """The text of the line, which is then the last."""
-        self._sum = sha256((self._sum + json.dumps(line)).encode()).hexdigest()[:16]
-        text = json.dumps({"sum": self._sum} | line)
+        self._sum = sha256((self._sum + json_text(line)).encode()).hexdigest()[:16]
+        text = json_text({"sum": self._sum} | line)
         self._text += f"{text}\n"
         self.lines.append(line)
         return text

@@ -14,12 +14,12 @@ from .adopt import (
     restore_norms,
     restore_rotary,
 )  # fmt: skip
-from .cross_entropy import cross_entropy_fn, linear_cross_entropy_fn
 from .dropout import dropout_mask, seeded_dropout
-from .functional import layer_norm_fn, norm_fn, rms_norm_fn
 from .kernels import backend_for
 from .linear import layer_norm_linear_fn
+from .loss import cross_entropy_fn, linear_cross_entropy_fn
 from .modules import LayerNorm, RMSNorm
+from .norm import layer_norm_fn, norm_fn, rms_norm_fn
 from .reference import Norm
 from .rotary import rotary_qk_fn, rotary_qkv_fn
 from .softmax import log_softmax_fn, softmax_fn

@@ -1,12 +1,14 @@
 """Dropout by itself, with the masks of the norms: for models that are not fused and must drop the same elements."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from . import checks, operators, reference
+from . import checks, kit, reference
 from .kernels import runs_kernels
 from .philox import drop_threshold, keep_scale, seed_tensor
-from .torch_state import below_autograd, differentiated_by_func
+from .torch_state import differentiated_by_func
 
 
 def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> Tensor:
@@ -28,7 +30,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
     rows = x.reshape(-1, x.shape[-1])
     seed = seed_tensor(seed, x.device)
     if kernels:
-        return _dropout(rows, seed, p, stream).view(x.shape)
+        return dropout((rows, seed), Options(p, stream))[0].view(x.shape)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     return reference.dropout(rows.to(compute), p, seed, stream)[0].to(x.dtype).view(x.shape)
 
@@ -49,50 +51,67 @@ def dropout_mask(
     checks.check_mask("dropout_mask", seed, stream, device)
     seed = seed_tensor(seed, device)
     if runs_kernels(device):
-        return _dropout_mask(seed, rows, cols, p, stream)
+        return dropout((seed.reshape(1, 1).expand(rows, cols), seed), Options(p, stream, mask=True))[0]
     return reference.keep_mask(seed, rows, cols, p, stream)
 
 
-def _launch(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) -> Tensor:
-    """y [M, N], contiguous, filled with dropout(x); or, without x, with the mask: True where kept."""
-    from .kernels.dropout import Pointers, dropout_kernel  # needs Triton, which a machine without a GPU may lack
-
-    M, N = y.shape
-    block_n = min(1024, max(16, 1 << (N - 1).bit_length()))
-    rows = 2048 // block_n
-    numbers = (M, drop_threshold(p), keep_scale(p), N, stream, rows, block_n)
-    start = operators.launches().Launcher(dropout_kernel, Pointers, y.device, num_warps=4)
-    start(-(-M // rows) * -(-N // block_n), (x, y), seed, *numbers)
-    return y
+class Inputs(NamedTuple):
+    x: Tensor  # [M, N]; for a mask, any of its shape
+    seed: Tensor
 
 
-_dropout = operators.operator(
-    "dropout",
-    "(Tensor x, Tensor seed, float p, SymInt stream) -> Tensor",
-    lambda x, *rest: _launch(x, torch.empty_like(x, memory_format=torch.contiguous_format), *rest),
-    lambda x, *rest: x.new_empty(x.shape),
-)
-_dropout_mask = operators.operator(
-    "dropout_mask",
-    "(Tensor seed, SymInt rows, SymInt cols, float p, SymInt stream) -> Tensor",
-    lambda seed, rows, cols, *rest: _launch(None, seed.new_empty((rows, cols), dtype=torch.bool), seed, *rest),
-    lambda seed, rows, cols, *rest: seed.new_empty((rows, cols), dtype=torch.bool),
-)
+class Options(NamedTuple):
+    p: float
+    stream: int
+    mask: bool = False  # the mask is written, not what it leaves of x
 
 
-class _Dropout(torch.autograd.Function):
+class Outputs(NamedTuple):
+    y: Tensor
+
+
+class Backward(NamedTuple):
+    dy: Tensor
+    seed: Tensor
+
+
+class Dropout(kit.Op):
     """Its own backward, since dx = dropout(dy) with the same mask."""
 
-    @staticmethod
-    def forward(ctx, x, seed, p, stream):
-        ctx.save_for_backward(seed)
-        ctx.p, ctx.stream = p, stream
-        return below_autograd(_dropout, x, seed, p, stream)
+    name, Inputs, Options, Outputs, Backward = "dropout", Inputs, Options, Outputs, Backward
 
-    @staticmethod
-    def backward(ctx, dy):
-        (seed,) = ctx.saved_tensors
-        return _dropout(dy, seed, ctx.p, ctx.stream), None, None, None
+    def function(self, given, o):
+        return "seeded_dropout"
+
+    def outputs(self, i, o):
+        return Outputs(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else i.x.dtype))
+
+    def gradients(self, b, o, wanted):
+        return self.Gradients(b.dy.new_empty(b.dy.shape), None)
+
+    def start(self, i, o):
+        kernels = kit.kernels("dropout")
+        N, dtype = i.x.shape[1], torch.bool if o.mask else i.x.dtype
+        block_n = min(1024, max(16, 1 << (N - 1).bit_length()))
+        rows, blocks = 2048 // block_n, -(-N // block_n)
+        numbers = (drop_threshold(o.p), keep_scale(o.p), N, o.stream, rows, block_n)
+        launch = kit.Launcher(kernels.dropout_kernel, kernels.Pointers, i.x.device, num_warps=4)
+
+        def run(i):
+            x, seed = i
+            M, _ = x.shape
+            y = x.new_empty((M, N), dtype=dtype)
+            launch(-(-M // rows) * blocks, (None if o.mask else x, y), seed, M, *numbers)
+            return (y,)
+
+        return run
+
+    def start_backward(self, b, o, wanted):
+        run = self.start(Inputs(*b), o)
+        return lambda b: (*run(b), None)
+
+    def again(self, b, o):
+        return *self(b, o), None
 
 
-operators.register_autograd(_dropout, _dropout, _Dropout.apply)
+dropout = Dropout()

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import first_order
 from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, as_flags, check_input, check_operands, check_tensor
-from .functional import norm_fn
 from .kernels import runs_kernels
+from .kit import first_order
+from .norm import norm_fn
 from .reference import Norm
 from .torch_state import transformed_by_func
 

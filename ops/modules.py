@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import as_dropout_p, as_eps, as_flags, as_size
-from .functional import norm_fn
+from .norm import norm_fn
 from .reference import Norm
 
 

@@ -1,14 +1,32 @@
-"""The records that a call hands from the public functions to the kernels. All code takes their fields by name.
+"""The records that a call of the norm hands from the public functions to the kernels. All code takes their fields by name."""
 
-The operators take records flattened, in the order of their fields; `operators` makes the schemas from the annotations.
-"""
-
-from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Collection
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Norm(IntEnum):
+    """The kinds of norm. A new one is a member here with all that is asked of it, a formula below and its branches in
+    `kernels/norms.py`."""
+
+    statistics: int  # numbers of a row that backward gets: rstd, and the mean if the norm centres; a pointwise norm has none
+    scalars: int  # learned numbers that it has beside its weight and bias
+    has_bias: bool  # mostly, which is for the choice of a tile
+
+    def __new__(cls, value: int, *facts: Any) -> "Norm":  # one argument in the eyes of who looks a norm up
+        norm = int.__new__(cls, value)
+        norm._value_ = value
+        norm.statistics, norm.scalars, norm.has_bias = facts
+        return norm
+
+    layernorm = 0, 2, 0, True
+    rmsnorm = 1, 1, 0, False
+    dyt = 2, 0, 1, True
+    derf = 3, 0, 2, True
+    none = 4, 0, 0, False
 
 
 class Inputs(NamedTuple):
@@ -31,19 +49,20 @@ class Inputs(NamedTuple):
 class Options(NamedTuple):
     eps: float
     dropout_p: float
-    norm: int  # a value of `reference.Norm`
+    norm: Norm
     branch: bool  # x goes through a norm, or a weight and a bias, of its own
-    branch_norm: int
+    branch_norm: Norm
     residual_scale: float
     zero_centered_weight: bool
     out_dtype: torch.dtype  # of y and y1
     residual_dtype: torch.dtype  # of r
     store_residual: bool
-    statistics: int  # numbers of each row that are stored for backward: `Norm.statistics`, or 0
-    branch_statistics: int
     return_mask: bool
     return_statistics: bool
-    passes_residual: bool  # r is x: an alias of it is returned, whose gradient then comes into the same backward
+    # Of a forward that has a backward:
+    statistics: int = 0  # numbers of each row that are stored: `Norm.statistics`, or 0
+    branch_statistics: int = 0
+    passes_residual: bool = False  # r is x: an alias of it is returned, whose gradient then comes into the same backward
 
 
 class Outputs(NamedTuple):
@@ -98,51 +117,12 @@ class Gradients(NamedTuple):
     dbranch_bias: torch.dtype | None
 
 
-class BackwardOptions(NamedTuple):
-    forward: Options
-    wanted: Gradients  # their dtypes
-
-
 # The inputs by their shapes: that of x, one element for each row of x, the scalars of a norm; those of WEIGHTS have (N,).
 ROWS = ("x", "residual", "x1")
 ROWSCALES = ("rowscale", "rowscale1")
 SCALARS = ("scalars", "branch_scalars")
 OPERANDS = Inputs._fields[:-1]  # all but the seed
 WEIGHTS = tuple(name for name in OPERANDS if name not in (*ROWS, *ROWSCALES, *SCALARS))
-
-# The gradients that have the shape of an input, and of which; the others have the shape (N,).
-_SHAPED_LIKE = {f"d{name}": name for name in (*ROWS, *ROWSCALES, *SCALARS)} | dict.fromkeys(("dz", "dx", "dx1"), "r")
-
-
-def dtypes_of(record: Iterable[Tensor | None]) -> tuple[torch.dtype | None, ...]:
-    return tuple([None if t is None else t.dtype for t in record])
-
-
-# ---- of a record, only the tensors that are there are handed on, and the names of their fields ----------------------------
-
-
-def present(record: Iterable[Tensor | None]) -> list[Tensor]:
-    return [t for t in record if t is not None]
-
-
-def names_of(record: Any) -> list[str]:
-    """The fields of a record that are not None."""
-    return [name for name, value in zip(record._fields, record, strict=True) if value is not None]
-
-
-def fill(record: Any, names: Iterable[str], values: Iterable[Any]) -> Any:
-    """A record of this class with these fields; the others are None."""
-    return record(**dict.fromkeys(record._fields) | dict(zip(names, values, strict=True)))
-
-
-def picker(names: Sequence[str | None], among: Sequence[str]) -> Callable[[tuple], tuple]:
-    """A function of a tuple of what `among` names, with None behind it, that returns what has these names, in this order; None
-    where `among` lacks the name."""
-    places = [among.index(name) if name in among else len(among) for name in names]
-    if len(places) > 1:
-        return itemgetter(*places)
-    return (lambda values: (values[places[0]],)) if places else (lambda values: ())  # itemgetter of one place gives no tuple
-
 
 # ---- what the kernels write ------------------------------------------------------------------------------------------------
 
@@ -163,35 +143,3 @@ def outputs_of(inputs: Collection[str], options: Options) -> dict[str, tuple[tor
         "branch_stats": (options.branch_statistics, fp32, options.branch_statistics),
     }
     return {name: (dtype, numbers) for name, (is_asked, dtype, numbers) in asked.items() if is_asked}
-
-
-def empty_outputs(
-    x: Tensor, outputs: Iterable[tuple[torch.dtype, int | None]], rows: int, contiguous: bool = False
-) -> list[Tensor]:
-    """contiguous: x is known to be, which makes it cheaper."""
-    plain = x.dtype if contiguous else None
-    return [
-        x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
-        if numbers is not None
-        else torch.empty_like(x)
-        if dtype is plain
-        else _empty(x, dtype)
-        for dtype, numbers in outputs
-    ]
-
-
-def shapes_of(wanted: Gradients, inputs: Sequence[str]) -> list[tuple[int | None, torch.dtype]]:
-    """Of each gradient that is wanted, the place of the input with its shape, or None: (N,); and its dtype."""
-    places = {name: inputs.index(like) for name, like in _SHAPED_LIKE.items() if like in inputs}
-    return [(places.get(name), getattr(wanted, name)) for name in names_of(wanted)]
-
-
-def empty_gradients(tensors: Sequence[Tensor], shapes: Iterable[tuple[int | None, torch.dtype]], N: int) -> list[Tensor]:
-    """shapes: of `shapes_of`, for inputs of which these are there."""
-    first = tensors[0]
-    return [first.new_empty(N, dtype=dtype) if like is None else _empty(tensors[like], dtype) for like, dtype in shapes]
-
-
-def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous. Of the ways to allocate a tensor of two dimensions, the one that costs the host least."""
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)

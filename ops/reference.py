@@ -1,12 +1,11 @@
 """The operator in plain PyTorch: what the kernels are tested against, and what tensors outside CUDA go through.
 
-`functional.norm_fn` has the formulas. Differentiable, on any device; computes in fp32, or in fp64 where an input is fp64. Drops
+`norm.norm_fn` has the formulas. Differentiable, on any device; computes in fp32, or in fp64 where an input is fp64. Drops
 the same elements as the kernels, bit for bit. It adds and normalises with the operations that an unfused model uses, so that on
 the CPU, where nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers.
 """
 
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -14,28 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .philox import keep_mask, keep_scale
-from .records import Inputs, Options, Outputs
-
-
-class Norm(IntEnum):
-    """The kinds of norm. A new one is a member here with all that is asked of it, a formula below and its branches in
-    `kernels/norms.py`."""
-
-    statistics: int  # numbers of a row that backward gets: rstd, and the mean if the norm centres; a pointwise norm has none
-    scalars: int  # learned numbers that it has beside its weight and bias
-    has_bias: bool  # mostly, which is for the choice of a tile
-
-    def __new__(cls, value: int, *facts: Any) -> "Norm":  # one argument in the eyes of who looks a norm up
-        norm = int.__new__(cls, value)
-        norm._value_ = value
-        norm.statistics, norm.scalars, norm.has_bias = facts
-        return norm
-
-    layernorm = 0, 2, 0, True
-    rmsnorm = 1, 1, 0, False
-    dyt = 2, 0, 1, True
-    derf = 3, 0, 2, True
-    none = 4, 0, 0, False
+from .records import Inputs, Norm, Options, Outputs
 
 
 def layer_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, _: None = None) -> Tensor:

@@ -9,17 +9,43 @@ arXiv:2302.05442. Pair i is the features i and i + R/2 (the half-split layout of
 2i and 2i + 1 (the paper's, of GPT-J and of Meta's own Llama checkpoints). Features from R on are not turned.
 """
 
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import gcd, prod
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, kit
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
 from .kernels import runs_kernels
 from .reference import NORMS, Norm, affine
-from .rotary_operators import Inputs, Options, apply, rotary
 from .torch_state import transformed_by_func
 
-_KINDS = {None: -1} | {key: kind for kind in (Norm.layernorm, Norm.rmsnorm) for key in (kind, kind.name)}
+_KINDS = {None: Norm.none} | {key: kind for kind in (Norm.layernorm, Norm.rmsnorm) for key in (kind, kind.name)}
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # [..., T, heads, D], or [..., T, (heads + 2 · kv_heads) · D] with keys and values in it
+    k: Tensor | None  # [..., T, kv_heads, D]; None where they lie in x
+    cos: Tensor | None  # [positions, R/2]; or [..., T, R/2], where the dimensions before T may all be 1
+    sin: Tensor | None
+    positions: Tensor | None  # [..., T]
+    q_weight: Tensor | None  # [D] or [heads, D]
+    q_bias: Tensor | None
+    k_weight: Tensor | None
+    k_bias: Tensor | None
+
+
+class Options(NamedTuple):
+    heads: int
+    kv_heads: int
+    norm: Norm
+    eps: float
+    zero_centered_weight: bool
+    interleaved: bool
 
 
 def rotary_qkv_fn(
@@ -129,12 +155,12 @@ def _run(
         raise ValueError(f"{name}: norm is {norm!r}, accepted: None, layernorm, rmsnorm")
     eps = checks.as_eps(name, eps)
     flags = checks.as_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
-    options = Options(heads, kv_heads, int(_KINDS[norm]), eps, **flags)
+    options = Options(heads, kv_heads, _KINDS[norm], eps, **flags)
     kernels = runs_kernels(inputs.x.device) and not transformed_by_func()
     inputs = _checked(name, inputs, options, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     if not kernels:
         return reference(inputs, options)
-    return tuple(rotary(*inputs, *options) if torch.compiler.is_compiling() else apply(inputs, options))
+    return rotary(inputs, options)[: 3 if inputs.k is None else 2]
 
 
 def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.dtype, ...]) -> Inputs:
@@ -162,7 +188,7 @@ def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.
     elif cos is not None or sin is not None or positions is not None:
         raise ValueError(f"{name}: cos and sin are a pair, and positions are their rows; give both, or none of the three")
     given = {argument: t for argument, t in zip(Inputs._fields[5:], weights, strict=True) if t is not None}
-    if given and options.norm < 0:
+    if given and options.norm == Norm.none:
         raise ValueError(f"{name}: {', '.join(given)} without a norm; pass norm, or leave the weights and biases out")
     per_head = any(t.dim() == 2 for t in given.values())
     for argument, t in given.items():
@@ -177,6 +203,339 @@ def _checked(name: str, inputs: Inputs, options: Options, accepted: tuple[torch.
     except RuntimeError:
         shapes = f"{tuple(positions.shape)}, expected {tuple(tokens)} or what expands to it"
         raise ValueError(f"{name}: positions has shape {shapes}") from None
+
+
+# ---- operator ---------------------------------------------------------------------------------------------------------------
+
+
+class Outputs(NamedTuple):
+    q: Tensor  # contiguous, as k is
+    k: Tensor
+    v: Tensor | None  # a view of x, where x is packed
+
+
+# Without a norm, x and k are None in backward.
+Backward = namedtuple("Backward", ("dq", "dk", "dv", *Inputs._fields))  # type: ignore[misc]
+
+
+class Rotary(kit.Op):
+    name, Inputs, Options, Outputs, Backward = "rotary", Inputs, Options, Outputs, Backward
+    materialize = True
+
+    def function(self, given, o):
+        return "rotary_qk_fn" if "k" in given else "rotary_qkv_fn"
+
+    def width(self, i):
+        return i[0].shape[-1], *_turned_and_per_head(i[2], i[5:])
+
+    def backward_width(self, b):
+        return b[0].shape[-1], *_turned_and_per_head(b[5], b[8:])
+
+    def written(self, given, o):
+        return ["q", "k"]
+
+    def asked(self, given, o):
+        return ["q", "k"] if "k" in given else ["q", "k", "v"]
+
+    def view(self, given, o):
+        if "k" in given:
+            return None
+
+        def with_values(i, outputs):
+            *_, heads, D = outputs[1].shape
+            return *outputs[:2], i[0].narrow(-1, -heads * D, heads * D).view(*outputs[1].shape)
+
+        return with_values
+
+    def kept(self, of, o, needs):
+        kept = super().kept(of, o, needs)
+        return kept if o.norm != Norm.none else kept | {"x": None, "k": None}
+
+    def wanted(self, of, o, needs, given):
+        return super().wanted(of, o, (True, True, *needs[2:]), given)  # a kernel writes the gradients of both
+
+    def outputs(self, i, o):
+        q_shape, k_shape = output_shapes(i.x.shape, None if i.k is None else i.k.shape, o)
+        return Outputs(i.x.new_empty(q_shape), i.x.new_empty(k_shape), None)
+
+    def gradients(self, b, o, wanted):
+        dq, dk, dv = b[:3]
+        if dv is None:
+            found = [dq.new_empty(dq.shape), dk.new_empty(dk.shape)]
+        else:
+            *tokens, _, D = dq.shape
+            found = [dq.new_empty((*tokens, (o.heads + 2 * o.kv_heads) * D)), None]
+        weights = [None if dtype is None else t.new_empty(t.shape) for t, dtype in zip(b[8:], wanted[5:], strict=True)]
+        return self.Gradients(*found, None, None, None, *weights)
+
+    def start(self, i, o):
+        kernels, x, k = kit.kernels("rotary"), i.x, i.k
+        D = x.shape[-1] if k is not None else x.shape[-1] // (o.heads + 2 * o.kv_heads)
+        work = Work(D, *_turned_and_per_head(i.cos, i[5:]))
+        tile = forward_tile(x.itemsize)
+        (q_parts, q_shared), (k_parts, k_shared) = _parts(o, work)
+        rows_of_tile, key, dtype, device, packed = _tile_rows(work, tile), object(), x.dtype, x.device, k is None
+
+        def compiled(layout):
+            how = _variant(o, work, tile, dtype, device, layout, PACKED=packed)
+            strided = ("x", "k", "cos", "sin")
+            return _launcher(kernels.rotary_forward_kernel, kernels.ForwardPointers, strided, tile, device), how
+
+        def placed(where, angles):
+            (x, _), k = where
+            shapes = output_shapes(x, None if k is None else k[0], o)
+            B, T, layout, strides = _laid_out(where, angles, len(shapes[0]) - 3, D, o.heads)
+            start, how = kit.recall((key, layout)) or kit.remember((key, layout), compiled(layout))
+            q_tiles, k_tiles = q_parts * B * -(-T * q_shared // rows_of_tile), k_parts * B * -(-T * k_shared // rows_of_tile)
+            return *shapes, start, q_tiles + k_tiles, (T, q_tiles, _table_rows(angles), o.eps, *strides, how)
+
+        def run(i):
+            x, k, cos, sin, *small = i
+            if x.numel() == 0:  # whose strides say nothing
+                return self.outputs(Inputs._make(i), o)
+            rows, angles, (q_shape, k_shape, start, programs, numbers) = _found(key, placed, (x, k), (cos, sin))
+            outputs = x.new_empty(q_shape), x.new_empty(k_shape)
+            start(programs, (*rows, *angles, *small, *outputs), *numbers)
+            return *outputs, None
+
+        return run
+
+    def start_backward(self, b, o, wanted):
+        kernels, device, dtype = kit.kernels("rotary"), b.dq.device, b.dq.dtype
+        packed, work = b.dv is not None, Work(*self.backward_width(b))
+        D = work.D
+        tile = backward_tile(dtype.itemsize, o.norm != Norm.none, pads=2 * _row_block(work) > D)
+        (q_parts, q_shared), (k_parts, k_shared) = _parts(o, work)
+        rows_of_tile, key = _tile_rows(work, tile), object()
+        most_programs = kit.device_facts(device).multiprocessors * tile.programs_per_sm
+        sums = (bool(wanted.dq_weight or wanted.dk_weight), bool(wanted.dq_bias or wanted.dk_bias))
+        sums_D, sums_parts, block = sum(sums) * D, sum(sums) * (q_parts + k_parts), 16
+
+        def compiled(layout):
+            how = _variant(o, work, tile, dtype, device, layout, PACKED=packed, STAGES=tile.stages, WANTED=sums)
+            strided = ("dq", "dk", "dv", "x", "k", "cos", "sin")
+            start = _launcher(kernels.rotary_backward_kernel, kernels.BackwardPointers, strided, tile, device)
+            record, blocks = kernels.WeightGradients, -(-D // block)
+            return start, _launcher(kernels.finish_rotary_weights_kernel, record, (), Tile(0, 4), device, blocks), how
+
+        def placed(where, angles):
+            B, T, layout, strides = _laid_out(where, angles, len(where[0][0]) - 3, D, o.heads)
+            start, finish, how = kit.recall((key, layout)) or kit.remember((key, layout), compiled(layout))
+            q_programs, k_programs = B * -(-T * q_shared // rows_of_tile), B * -(-T * k_shared // rows_of_tile)
+            if most_programs:
+                # As many for each part as its share of the tiles, so that all end at the same time.
+                share = most_programs / max(1, q_parts * q_programs + k_parts * k_programs)
+                q_programs, k_programs = [min(n, max(1, round(n * share))) for n in (q_programs, k_programs)]
+            numbers = (B, T, q_programs, k_programs, _table_rows(angles), o.eps, *strides, how)
+            programs = q_parts * q_programs + k_parts * k_programs
+            return start, programs, numbers, finish, (q_programs, k_programs, 256, block, how)
+
+        def run(b):
+            dq, dk, dv, x, k, cos, sin, positions, q_weight, _, k_weight, _ = b
+            gradients = self.gradients(b, o, wanted)
+            if dq.numel() == 0:
+                for gradient in kit.present(gradients):
+                    gradient.zero_()  # those of weights have elements
+                return gradients
+            rows, angles, found = _found(key, placed, (dq, dk, dv, x, k), (cos, sin))
+            start, programs, numbers, finish, finish_numbers = found
+            dx, dk_in, _, _, _, *weights = gradients
+            partials = dx.new_empty(programs * sums_D, dtype=torch.float32) if sums_D else None
+            start(programs, (*rows, *angles, positions, q_weight, k_weight, dx, dk_in, partials), *numbers)
+            if partials is not None:
+                finish(sums_parts, (partials, *weights), *finish_numbers)
+            return gradients
+
+        return run
+
+
+rotary = Rotary()
+
+
+def output_shapes(x: torch.Size, k: torch.Size | None, o: Options) -> tuple[Sequence[int], Sequence[int]]:
+    """Of q and k, for those of the inputs."""
+    if k is not None:
+        return x, k
+    *tokens, width = x
+    D = width // (o.heads + 2 * o.kv_heads)
+    return (*tokens, o.heads, D), (*tokens, o.kv_heads, D)
+
+
+# ---- launch -----------------------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """How much of the work a program takes at a time."""
+
+    elements: int  # rows times the features of a row, rounded up to a power of two
+    warps: int
+    stages: int = 1  # backward: tiles in flight, the one at work included
+    programs_per_sm: int = 0  # backward: persistent programs; 0: a program for each tile
+    registers: int | None = None  # most of a thread, so that all those programs fit; None: the compiler's choice
+
+
+def forward_tile(itemsize: int) -> Tile:
+    return Tile(elements=8192 // itemsize, warps=4)
+
+
+def backward_tile(itemsize: int, normalises: bool, pads: bool) -> Tile:
+    """pads: the features of a row are not a power of two."""
+    elements = 4096 // itemsize
+    if not normalises:  # no sums: nothing to keep from tile to tile
+        return Tile(elements, warps=4)
+    if pads:  # masked lanes keep no bytes in flight, so more programs do (H100, D = 80: .85 of copy bandwidth, .79 with four)
+        return Tile(elements, warps=4, programs_per_sm=5, registers=96)
+    # Six, with 80 registers, are 1 % faster for RMSNorm; LayerNorm spills and is a fifth slower.
+    return Tile(elements, warps=4, programs_per_sm=4, registers=128)
+
+
+class Work(NamedTuple):
+    """What a call does to a row."""
+
+    D: int  # features of a head
+    R: int  # those that are turned
+    per_head: bool  # each head has weights of its own
+
+
+def _turned_and_per_head(cos: Tensor | None, weights: Sequence[Tensor | None]) -> tuple[int, bool]:
+    """R and per_head of Work. Weights and biases are all by head, or none is."""
+    return 0 if cos is None else 2 * cos.shape[-1], any(t is not None and t.dim() == 2 for t in weights)
+
+
+MOST_ROWS = 2**30  # of a sequence: the kernels count them in 32 bits, and those of the tiles behind its end
+
+
+def _parts(options: Options, work: Work) -> list[tuple[int, int]]:
+    """Of queries and of keys: sets of heads that share a weight, and the heads in each."""
+    return [(n, 1) if work.per_head else (1, n) for n in (options.heads, options.kv_heads)]
+
+
+def _row_block(work: Work) -> int:
+    """Pairs of a row in a tile."""
+    return 1 << (work.D // 2 - 1).bit_length()
+
+
+def _tile_rows(work: Work, tile: Tile) -> int:
+    return max(1, tile.elements // (2 * _row_block(work)))
+
+
+class Layout(NamedTuple):
+    """What is compiled of the distances between the rows of tensors."""
+
+    unit: int  # a power of two up to 16 that divides those of sequences and tokens. Triton would see whether 16 divides them
+    head_strides: tuple[int, ...]
+    wide: tuple[int, ...]  # the others, where one takes more than 32 bits
+    own_angles: bool  # each sequence has angles of its own
+    angle_strides: tuple[int, int]  # from the angles of a token to those of the next, and from a pair's to the next pair's
+
+
+def _found(
+    key: object, placed: Callable[..., tuple], rows: tuple[Tensor | None, ...], angles: tuple[Tensor | None, ...]
+) -> tuple[tuple, tuple, tuple]:
+    """The tensors with rows, and cos and sin, made contiguous where no few numbers tell where their rows lie; and what follows
+    from that."""
+    cos, sin = angles
+    if cos is not None and sin is not None and cos.stride() != sin.stride():
+        angles = tuple([t.clone(memory_format=torch.contiguous_format) for t in (cos, sin)])
+    *where, at, _ = [None if t is None else (t.shape, t.stride()) for t in (*rows, *angles)]
+    try:
+        return rows, angles, kit.recall((key, *where, at)) or kit.remember((key, *where, at), placed(where, at))
+    except Irregular:
+        rows, angles = (tuple([None if t is None else t.contiguous() for t in some]) for some in (rows, angles))
+        return _found(key, placed, rows, angles)
+
+
+class Irregular(Exception):
+    pass
+
+
+def _laid_out(
+    where: Sequence, angles: tuple | None, tokens: int, D: int, heads: int
+) -> tuple[int, int, Layout, list[int]]:  # fmt: skip
+    """Of tensors: sequences, tokens in each, the layout of their rows, and the distances of sequences and tokens, over
+    `Layout.unit`, zeros for an absent tensor.
+
+    where: shapes and strides, or None; angles: of cos. tokens: the dimension of tokens, behind which a tensor has heads and
+    features, or both side by side in one dimension.
+
+    Raises:
+        Irregular: no such numbers tell where the rows lie.
+    """
+    all_strides: list[int] = []
+    head_strides: list[int] = []
+    for at in where:
+        batch = token = head = 0
+        if at is not None:
+            shape, strides = at
+            if strides[-1] != 1:
+                raise Irregular
+            batch = _distance(shape[:tokens], strides[:tokens])
+            token = strides[tokens] if shape[tokens] != 1 else 0
+            head = strides[-2] if len(shape) == tokens + 3 else D
+        all_strides += batch, token
+        head_strides.append(head)
+    B, T = prod(where[0][0][:tokens]), where[0][0][tokens]
+    if T * heads >= MOST_ROWS:
+        raise ValueError(f"rotary: {T} tokens in a sequence times {heads} heads, accepted: less than {MOST_ROWS}")
+    unit = gcd(16, *all_strides)
+    strides = [stride // unit for stride in all_strides]
+    wide = tuple(strides) if max(strides) >= 2**31 else ()
+    return B, T, Layout(unit, tuple(head_strides), wide, *_angles_laid_out(angles)), strides
+
+
+def _angles_laid_out(angles: tuple | None) -> tuple[bool, tuple[int, int]]:
+    if angles is None:
+        return False, (0, 0)
+    shape, strides = angles
+    # Where there is but one token, the distance to the next is what it would be: it compiles nothing of its own.
+    token = _distance(shape[:-1], strides[:-1]) or strides[-2]
+    return prod(shape[:-2]) != 1, (token, strides[-1] if shape[-1] != 1 else 1)
+
+
+def _distance(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Between neighbours in all these dimensions taken as one; 0 if there are none."""
+    there = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n != 1]
+    if any(outer != n * inner for (_, outer), (n, inner) in pairwise(there)):
+        raise Irregular
+    return there[-1][1] if there else 0
+
+
+def _table_rows(angles: tuple | None) -> int:
+    return 0 if angles is None else angles[0][0]
+
+
+def _variant(
+    options: Options, work: Work, tile: Tile, dtype: torch.dtype, device: torch.device, layout: Layout,
+    **more: Any,
+) -> Any:  # fmt: skip
+    return kit.kernels("rotary").Variant(
+        D=work.D,
+        R=work.R,
+        HEADS=options.heads,
+        KV_HEADS=options.kv_heads,
+        PER_HEAD=work.per_head,
+        NORM=-1 if options.norm == Norm.none else int(options.norm),  # kernels.rotary.NO_NORM
+        OFFSET=float(options.zero_centered_weight),
+        INTERLEAVED=options.interleaved,
+        ROWS=_tile_rows(work, tile),
+        BLOCK=_row_block(work),
+        VECTOR=gcd(16 // dtype.itemsize, work.D // 2, work.R // 2),
+        UNIT=layout.unit,
+        HEAD_STRIDES=layout.head_strides,
+        OWN_ANGLES=layout.own_angles,
+        ANGLE_STRIDES=layout.angle_strides,
+        EARLY_START=kit.device_facts(device).since_sm_90,
+        **more,
+    )
+
+
+def _launcher(
+    kernel: Any, record: type, strided: tuple[str, ...], tile: Tile, device: torch.device, programs_y: int = 1
+) -> kit.Launcher:
+    return kit.Launcher(
+        kernel, record, device, strided=strided, programs_y=programs_y, num_warps=tile.warps, maxnreg=tile.registers,
+        launch_pdl=kit.device_facts(device).since_sm_90 or None,
+    )  # fmt: skip
 
 
 # ---- reference --------------------------------------------------------------------------------------------------------------
@@ -204,13 +563,13 @@ def _turned(
     """x [..., T, heads, D]; cos, sin [T, R/2] or [..., T, R/2]."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = x.to(dtype)
-    if options.norm >= 0:
+    if options.norm != Norm.none:
         weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
         if weight is not None and options.zero_centered_weight:
             weight = weight + 1.0
         per_head = any(t is not None and t.dim() == 2 for t in (weight, bias))
         inside, behind = ((None, None), (weight, bias)) if per_head else ((weight, bias), (None, None))
-        y = affine(NORMS[Norm(options.norm)](y, *inside, options.eps), *behind)
+        y = affine(NORMS[options.norm](y, *inside, options.eps), *behind)
     if cos is not None and sin is not None:
         cos, sin = (t.to(dtype).unsqueeze(-2) for t in (cos, sin))  # [..., T, 1, R/2]
         turns, rest = y[..., : 2 * cos.shape[-1]], y[..., 2 * cos.shape[-1] :]

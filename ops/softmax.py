@@ -1,18 +1,19 @@
 """Softmax and log-softmax over the last dimension, with a scale and a mask applied on the way in."""
 
 import math
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import operators
-from .autograd import first_order
+from . import kit
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, as_number, check_input, check_operand
 from .kernels import runs_kernels
-from .operators import operator, register_autograd
-from .torch_state import below_autograd, transformed_by_func
+from .torch_state import transformed_by_func
+
+MB = 1024**2
 
 
 def softmax_fn(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -53,7 +54,7 @@ def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool)
             )
     if not kernels:
         return reference(x, scale, mask, log)
-    return softmax_op(x, mask, scale, log)
+    return softmax(Inputs(x, mask), Options(scale, log))[0]
 
 
 def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
@@ -64,45 +65,161 @@ def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor
     return (torch.log_softmax(z, -1) if log else torch.softmax(z, -1)).to(x.dtype)
 
 
-# ---- operators ---------------------------------------------------------------------------------------------------------------
+# ---- operator ----------------------------------------------------------------------------------------------------------------
 
 
-launches = partial(operators.launches, "softmax_launch")
+class Inputs(NamedTuple):
+    x: Tensor
+    mask: Tensor | None  # broadcasts to x's shape
 
 
-def empty(x: Tensor, *_: Any) -> Tensor:
+class Options(NamedTuple):
+    scale: float
+    log: bool
+
+
+class Outputs(NamedTuple):
+    y: Tensor
+
+
+class Backward(NamedTuple):
+    dy: Tensor
+    y: Tensor
+    mask: Tensor | None
+
+
+class Softmax(kit.Op):
+    name, Inputs, Options, Outputs, Backward = "softmax", Inputs, Options, Outputs, Backward
+
+    def function(self, given, o):
+        return "log_softmax_fn" if o.log else "softmax_fn"
+
+    def outputs(self, i, o):
+        return Outputs(empty(i.x))
+
+    def gradients(self, b, o, wanted):
+        return self.Gradients(wanted.dx and empty(b.y), wanted.dmask and b.mask.new_empty(b.mask.shape))
+
+    def start(self, i, o):
+        kernels = kit.kernels("softmax")
+        launch = _launch(kernels.softmax_kernel, kernels.Pointers, i.x, i.x.itemsize, o, kernels.MaskRows(1, 1, 0, 0, 0))
+
+        def run(i):
+            x, mask = i
+            y = empty(x)
+            launch(x, None, mask, y, o.scale)
+            return (y,)
+
+        return run
+
+    def start_backward(self, b, o, wanted):
+        kernels = kit.kernels("softmax")
+        itemsize = max(b.y.itemsize, b.dy.itemsize)
+        launch = _launch(kernels.softmax_backward_kernel, kernels.BackwardPointers, b.y, itemsize, o, None)
+        hides = b.mask is not None and b.mask.dtype == torch.bool  # an additive mask is in y
+
+        def run(b):
+            dy, y, mask = b
+            dx = empty(y)
+            if wanted.dmask is None:
+                launch(y, dy, mask if hides else None, dx, o.scale)
+                return dx, None
+            launch(y, dy, None, dx, 1.0)
+            dmask = dx.float().sum_to_size(mask.shape).to(wanted.dmask)
+            return None if wanted.dx is None else dx * o.scale, dmask
+
+        return run
+
+
+softmax = Softmax()
+
+
+def empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-SCHEMA = "(Tensor x, Tensor? mask, float scale, bool log) -> Tensor"
-softmax_op = operator("softmax", SCHEMA, lambda *call: launches().softmax(*call), empty)
-softmax_forward = operator("softmax_forward", SCHEMA, lambda *call: launches().softmax(*call), empty)
-softmax_backward = operator(
-    "softmax_backward", "(Tensor y, Tensor dy, Tensor? mask, float scale, bool log) -> Tensor",
-    lambda *call: launches().softmax_backward(*call),
-    empty,
-)  # fmt: skip
+# ---- launch ------------------------------------------------------------------------------------------------------------------
 
 
-class _Softmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, mask, scale, log):
-        y = below_autograd(softmax_forward, x, mask, scale, log)
-        ctx.save_for_backward(y, mask if mask is not None and mask.dtype == torch.bool else None)
-        ctx.scale, ctx.log, ctx.function = scale, log, "log_softmax_fn" if log else "softmax_fn"
-        ctx.mask = None if mask is None else (mask.shape, mask.dtype)
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dy):
-        y, hides = ctx.saved_tensors
-        wants_x, wants_mask, *_ = ctx.needs_input_grad
-        if not wants_mask:
-            return softmax_backward(y, dy, hides, ctx.scale, ctx.log), None, None, None
-        dz = softmax_backward(y, dy, None, 1.0, ctx.log)
-        shape, dtype = ctx.mask
-        return dz * ctx.scale if wants_x else None, dz.float().sum_to_size(shape).to(dtype), None, None
+@dataclass(frozen=True)
+class SoftmaxTile:
+    rows: int
+    block_n: int  # columns in a block
+    warps: int
+    looped: bool = False  # a row is read twice, but for its first block
+    distance: int = 0  # how many tiles ahead rows are brought into L2; 0: none are
 
 
-register_autograd(softmax_op, softmax_forward, _Softmax.apply)
+def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool = True) -> SoftmaxTile:
+    """The launch for rows of N columns. vector: columns in 16 bytes of the widest tensor.
+
+    A row has a program; narrow rows share one of four warps, in which a thread holds two vectors. In backward, where it holds
+    vectors of two tensors, it is one of each, and two of wider rows. Wide rows are read twice where registers have no room for
+    them, and in backward of 16 bits from 24576 columns on, where one program with its row in L2 is faster.
+    """
+    if (24576 if backward and vector > 4 else 32768) < N:
+        warps = 32 if backward else 16  # in backward, one program with its row in L2 beats two (50304 columns: 2.3 ms, 3.4)
+        return SoftmaxTile(1, 32 * vector * warps, warps, looped=True)
+    shared = 128 * vector if backward else 256 * vector  # columns of a program that has several rows
+    width = max(16, 1 << (N - 1).bit_length())
+    rows = max(1, shared // width)
+    if shared // 2 < N:
+        per_warp = 64 * vector if backward else 128 * vector
+        warps = min(32, max(4 if backward else 2, width * rows // per_warp))
+    else:
+        warps = 4
+    block_n = min(width, 32 * vector * max(1, warps // rows))
+    # Forward waits for its rows before it has anything else to do; backward has twice as many loads in flight.
+    ahead = since_sm_90 and not backward and rows <= 4 and warps < 32
+    return SoftmaxTile(rows, block_n, warps, distance=max(1, MB * vector // (16 * rows * N)) if ahead else 0)
+
+
+def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_rows: Any) -> Callable[..., None]:
+    """For rows like x's, of tensors of which the widest has this itemsize: a function of what is read, the mask, what is
+    written and the scale. no_rows: what the kernel is told where there is no mask."""
+    kernels = kit.kernels("softmax")
+    N, device, vector, backward = x.shape[-1], x.device, 16 // itemsize, "dy" in record._fields
+    tile = softmax_tile(N, vector, backward, kit.device_facts(device).since_sm_90)
+    key = object()
+
+    def made(mask_cols: int) -> tuple:
+        how = kernels.SoftmaxVariant(
+            N, o.log, tile.rows, tile.block_n, vector, LOOPED=tile.looped, MASK_COLS=mask_cols, PREFETCH=tile.distance > 0
+        )
+        return kit.Launcher(kernel, record, device, strided=("mask",), num_warps=tile.warps), how
+
+    plain = made(1)
+
+    def launch(first: Tensor, second: Tensor | None, mask: Tensor | None, out: Tensor, scale: float) -> None:
+        (start, how), rows, M = plain, no_rows, out.numel() // N
+        if M == 0:
+            return
+        if mask is not None:
+            mask, numbers, cols = rows_of_mask(mask.expand(out.shape))
+            rows = kernels.MaskRows(*numbers)
+            # Triton compiles for what it sees of the numbers of a tuple.
+            masked = key, cols, *map(kit.specialised, numbers)
+            start, how = kit.recall(masked) or kit.remember(masked, made(cols))
+        tensors = (first, second, mask, out) if backward else (first, mask, out)
+        start(-(-M // tile.rows), tensors, rows, M, scale, tile.distance, how)
+
+    return launch
+
+
+def rows_of_mask(mask: Tensor) -> tuple[Tensor, tuple[int, ...], int]:
+    """The mask, where the kernels find its rows (`MaskRows`), and the distance of its columns. Copied where it broadcasts in
+    more than three different ways, or its columns lie apart."""
+    if mask.stride(-1) not in (0, 1):
+        mask = mask.contiguous()
+    dims: list[tuple[int, int]] = []  # size and stride, neighbours that can be one dimension joined
+    for size, stride in zip(mask.shape[:-1], mask.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    if len(dims) > 3:
+        return rows_of_mask(mask.contiguous())
+    (_, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(dims)) + dims
+    return mask, (n1, n2, s0, s1, s2), mask.stride(-1)

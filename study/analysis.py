@@ -1,18 +1,25 @@
-"""From runs to statements: the best rate of each arm, differences paired over seeds, sensitivity, steps saved."""
+"""From runs to statements: the best rate of each arm, what differs there, how runs fail, and what a step costs.
+
+measure/differences.py has the test. It is made of runs whose seeds had no part in the choice of a rate; of the baseline these
+are also those of A/A. What the choice of a rate may have cost enters the interval and the test.
+"""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import numpy as np
-from scipy import stats
 
 from measure.comparison import AGAIN as TORCH_AGAIN
 from measure.comparison import TORCH, cycle_times
+from measure.differences import Difference, Sample, difference, differences
 from measure.statistics import Interval, mean_interval, paired_ratio
 from study.arms import Arm, Study
-from study.runs import AGAIN, Found, Result
-from study.timing import BASELINE
+from study.runs import AGAIN, FRESH, SEARCH, TIME, Found
+from study.timing import BASELINE, OWN_AGAIN
+
+ONE_SIDED = 1.645  # standard errors above which a twentieth lies
 
 
 @dataclass(frozen=True)
@@ -21,129 +28,153 @@ class Price:
 
     ms: dict[str, float]  # by contender, see study/timing.py
     over_torch: Interval | None  # time with PyTorch's norms over the arm's own
-    again: Interval | None  # A/A of PyTorch's norms
+    again: Interval | None  # A/A of the arm's own step; in records of revision 722b5493 of PyTorch's
     of_baseline: Interval | None  # the arm's time over the baseline's
 
 
 @dataclass(frozen=True)
 class ArmReport:
-    """An arm at its best rate, against the baseline at its own. Differences are arm − baseline, in nats per token, paired over
-    seeds; those of the baseline are 0."""
+    """An arm at its best rate. Losses are the last ones, in nats per token."""
 
     name: str
     rate: float
-    last: Interval  # over seeds
-    best: Interval  # the lowest validation loss of each run
-    difference: Interval  # of last losses
-    best_difference: Interval
-    different: bool
-    sensitivity: Interval  # to the rate
-    diverged: float  # share of all runs
-    diverged_at_best: int  # runs
-    speedup: Interval | None  # steps of the baseline over steps of the arm, to the same loss
+    at_end: str  # "lowest" or "highest": the best rate is so of all that were trained
+    sample: Sample
+    against: Difference | None  # the baseline; None of the baseline itself
+    failing: str  # in words, where a run at the best rate failed
+    sensitivity: Interval | None  # to the rate
+    searched: tuple[int, int]  # how many runs of the search failed, of how many
     price: Price
-    equal_time: Interval | None  # loss after the GPU time in which the fastest arm makes all its steps
-    equal_time_difference: Interval | None
+    slower: bool  # its step takes longer or shorter than the baseline's, beyond A/A
+    steps: int | None  # in the time in which the fastest arm makes all; None without times
+    equal_time: tuple[Sample, Difference | None] | None  # of runs with a schedule of these steps, and against the baseline's
 
 
 @dataclass(frozen=True)
 class Report:
     arms: list[ArmReport]
     baseline: str
-    again: Interval  # A/A: the baseline with other seeds − the baseline
+    again: Difference | None  # A/A: the baseline with other seeds − the baseline
+    pairs: dict[tuple[str, str], Difference]  # of all arms, where they are asked for
     runs: int
+    fresh: bool  # whether the seeds that are compared had no part in the choice of rates; if not, nothing is called different
+    noise: float  # of times: the furthest from 1 that an A/A interval reaches
 
 
 def analyse(study: Study, found: Found) -> Report:
-    baseline, names = study.baseline.name, [arm.name for arm in study.arms]
-    best = {name: found.at(name, found.best_rate(name)) for name in names}
-    base = best[baseline]
-    again = unpaired(found.of(baseline + AGAIN), base)
-    prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
-    reached = steps_at_equal_time(prices, study.cfg.train.steps)
-    at_equal_time = {name: [loss_at(run, step) for run in best[name]] for name, step in reached.items()}
-    made = []
-    for name, runs in best.items():
-        difference = paired([run.counted for run in runs], [run.counted for run in base])
-        made.append(
-            ArmReport(
-                name=name,
-                rate=runs[0].rate,
-                last=mean_interval([run.counted for run in runs]),
-                best=mean_interval([run.best for run in runs]),
-                difference=difference,
-                best_difference=paired([run.best for run in runs], [run.best for run in base]),
-                different=len(runs) > 1 and is_different(difference, again),
-                sensitivity=mean_interval([sensitivity(found, name, seed) for seed in study.seeds]),
-                diverged=fmean(bool(run.over) for run in found.of(name)),
-                diverged_at_best=sum(bool(run.over) for run in runs),
-                speedup=speedup(runs, base),
-                price=prices[name],
-                equal_time=mean_interval(at_equal_time[name]) if reached else None,
-                equal_time_difference=paired(at_equal_time[name], at_equal_time[baseline]) if reached else None,
-            )
-        )
-    return Report(made, baseline, again, len(found.results))
-
-
-def paired(first: list[float], second: list[float]) -> Interval:
-    """The mean of the differences of two lists in the order of seeds, with Student's 95 % interval."""
-    return mean_interval(np.subtract(first, second))
-
-
-def unpaired(again: list[Result], base: list[Result]) -> Interval:
-    """The difference of the mean last losses of one model with other seeds, with Student's 95 % interval."""
-    losses = [[run.counted for run in runs] for runs in (again, base)]
-    mean = fmean(losses[0]) - fmean(losses[1])
-    if len(again) == 1:
-        return Interval(mean, mean, mean)
-    found = stats.ttest_ind(*losses).confidence_interval()
-    return Interval(mean, float(found.low), float(found.high))
-
-
-def is_different(difference: Interval, again: Interval) -> bool:
-    """Whether the interval leaves out 0, and the mean is further from 0 than both ends of A/A's interval.
-
-    The first alone calls one of twenty equal arms different, so one study of seven equal arms in four. Both call fewer than
-    one of a hundred.
     """
-    return not difference.holds(0.0) and abs(difference.median) > reach(again)
+    Raises:
+        ValueError: an arm has no runs.
+    """
+    baseline, names = study.baseline.name, [arm.name for arm in study.arms]
+    rates = {name: found.best_rate(name) for name in names}
+    fresh = bool(study.compared)
+    stage = FRESH if fresh else SEARCH
+    samples = {name: with_cost(found, name, found.sample(found.of(name, stage, rate=rate))) for name, rate in rates.items()}
+    own, again = samples[baseline], found.sample(found.of(baseline, AGAIN, rate=rates[baseline]))
+    pooled = replace(own, losses=[*own.losses, *again.losses], failed=own.failed + again.failed)
+    against, pairs = judged(study, samples | {baseline: pooled}, fresh)
+    prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
+    noise = noise_of(prices)
+    steps = steps_at_equal_time(prices, study.cfg.train.steps, noise)
+    timed = equal_time(study, found, samples, rates, steps)
+    then = judged(study, timed, fresh)[0] if timed else {}
+
+    def report(name: str) -> ArmReport:
+        searched = found.losses(found.of(name, SEARCH))
+        tried, ratio = found.rates(name), prices[name].of_baseline
+        return ArmReport(
+            name=name,
+            rate=rates[name],
+            at_end={min(tried): "lowest", max(tried): "highest"}.get(rates[name], "") if len(tried) > 1 else "",
+            sample=pooled if name == baseline else samples[name],
+            against=against.get(name),
+            failing=failing(found, name, samples[name], rates[name]),
+            sensitivity=sensitivity(study, found, name),
+            searched=(searched.count(math.inf), len(searched)),
+            price=prices[name],
+            slower=name != baseline and ratio is not None and not ratio.holds(1.0) and abs(ratio.median - 1) > noise,
+            steps=steps.get(name),
+            equal_time=(timed[name], then.get(name)) if timed else None,
+        )
+
+    aa = difference(again, replace(own, cost=0.0)) if again.runs else None  # both at one rate
+    return Report([report(name) for name in names], baseline, aa, pairs, len(found.results), fresh, noise)
 
 
-def reach(again: Interval) -> float:
-    """The largest difference that A/A allows, in either direction."""
-    return max(abs(again.low), abs(again.high))
+Judged = tuple[dict[str, Difference], dict[tuple[str, str], Difference]]
 
 
-def sensitivity(found: Found, arm: str, seed: int) -> float:
-    """Wortsman et al., arXiv:2309.14322: the mean over rates of min(loss, initial loss) − the lowest loss of any rate."""
-    losses = [run.counted for run in found.of(arm) if run.seed == seed]
-    return fmean(losses) - min(losses)
+def judged(study: Study, samples: Mapping[str, Sample], fresh: bool) -> Judged:
+    """By arm its difference from the baseline; and all pairs, if they are asked for, which then are judged together."""
+    names, baseline = list(samples), study.baseline.name
+    asked = [(name, baseline) for name in names if name != baseline]
+    if study.cfg.compare.all_pairs:
+        others = [name for name in names if name != baseline]
+        asked += [(arm, base) for at, base in enumerate(others) for arm in others[at + 1 :]]
+    if fresh:
+        made = differences(samples, asked)
+    else:
+        made = {(arm, base): replace(difference(samples[arm], samples[base]), p_loss=None) for arm, base in asked}
+    return {arm: of for (arm, base), of in made.items() if base == baseline}, made if study.cfg.compare.all_pairs else {}
 
 
-# ---- steps saved -------------------------------------------------------------------------------------------------------------
+def failing(found: Found, name: str, sample: Sample, rate: float) -> str:
+    """Where runs fail: at the best rate, and at the next lower one that was trained to the end."""
+    if not sample.failed:
+        return ""
+    said = f"fails in {sample.failed} of {sample.runs} runs at {rate:g}"
+    if lower := [other for other in found.rates(name) if other < rate]:
+        beside = found.sample(found.of(name, SEARCH, rate=max(lower)))
+        said += f", in {beside.failed} of {beside.runs} at {max(lower):g}"
+    return said
 
 
-def speedup(runs: list[Result], base: list[Result]) -> Interval | None:
-    """The geometric mean over seeds of `saved`. None without losses between first and last, or if a run learned nothing."""
-    if any(len(run.evaluated) < 3 or run.counted == run.initial for run in (*runs, *base)):
+# ---- rates -------------------------------------------------------------------------------------------------------------------
+
+
+def with_cost(found: Found, name: str, sample: Sample) -> Sample:
+    """The sample, with the most that the arm could gain by another rate: from the best rate's loss down to the lowest point of
+    the parabola in log rate through it and its two neighbours.
+
+    Its error counts: one neighbour is taken lower and the other higher by a one-sided 95 % limit, from the spread of the
+    sample. Beyond a cliff no parabola goes on, so the cost is at most the limit of the rise on the flatter side. Infinite if
+    the best rate has no neighbour on one side.
+    """
+    rates, best = found.rates(name), found.best_rate(name)
+    if len(rates) < 2:
+        return sample
+    rises = {math.log(rate / best): loss - rates[best] for rate, loss in rates.items() if math.isfinite(rates[best])}
+    below, above = max((x for x in rises if x < 0), default=0.0), min((x for x in rises if x > 0), default=0.0)
+    if not below or not above:
+        return replace(sample, cost=math.inf)
+    p, q = rises[below], rises[above]
+    seeds = min(len(found.of(name, SEARCH, rate=rate)) for rate in rates)
+    deviation = float(np.std(sample.losses, ddof=1)) if len(sample.losses) > 1 else 0.0
+    error = ONE_SIDED * deviation * math.sqrt(2 / seeds)
+    left, right = depth(-below, above, p + error, max(q - error, 0.0)), depth(-below, above, max(p - error, 0.0), q + error)
+    return replace(sample, cost=min(max(left, right), min(p, q) + error))
+
+
+def depth(a: float, b: float, p: float, q: float) -> float:
+    """How far below 0 the parabola through (−a, p), (0, 0) and (b, q) is lowest; infinite beside a run that failed."""
+    if math.isinf(p + q):
+        return math.inf
+    return (q * a / b - p * b / a) ** 2 / (4 * (a + b) * (p / a + q / b)) if p + q else 0.0
+
+
+def sensitivity(study: Study, found: Found, name: str) -> Interval | None:
+    """Wortsman et al., arXiv:2309.14322: over the given rates the mean of min(loss, initial loss) − the lowest loss.
+
+    A run that failed has its initial loss. None where a rate has no runs to the end, or all runs failed, or of one seed.
+    """
+    every = [run for run in found.of(name, SEARCH) if run.rate in study.rates]
+    seeds = sorted({run.seed for run in every})
+    if len(seeds) < 2 or len(every) < len(seeds) * len(study.rates) or all(map(found.failed, every)):
         return None
-    logs = mean_interval([math.log(saved(a, b)) for a, b in zip(runs, base, strict=True)])
-    return Interval(*(math.exp(x) for x in (logs.median, logs.low, logs.high)))
-
-
-def saved(arm: Result, base: Result) -> float:
-    """How many times fewer steps the arm takes than the baseline to a loss that both reach: the higher of the two last ones."""
-    target = max(arm.counted, base.counted)
-    return steps_to(base, target) / steps_to(arm, target)
-
-
-def steps_to(run: Result, target: float) -> float:
-    """The first step at which the interpolated curve of validation losses reaches the target."""
-    for (before, high), (after, low) in zip(run.evaluated, run.evaluated[1:], strict=False):
-        if low <= target:
-            return after if high <= low else max(before + (after - before) * (high - target) / (high - low), 1.0)
-    return run.evaluated[-1][0]
+    capped = [min(run.initial, loss) for run, loss in zip(every, found.losses(every), strict=True)]
+    of_seed = [[loss for run, loss in zip(every, capped, strict=True) if run.seed == seed] for seed in seeds]
+    return mean_interval([fmean(losses) - min(losses) for losses in of_seed])
 
 
 # ---- time --------------------------------------------------------------------------------------------------------------------
@@ -158,19 +189,36 @@ def price(found: Found, arm: Arm, baseline: str) -> Price:
         return paired_ratio(*(cycle_times([[ms] for ms in blocks[name]]) for name in (numerator, denominator)))
 
     return Price(
-        ms={name: median(of) for name, of in blocks.items() if name != BASELINE},
+        ms={name: median(of) for name, of in blocks.items() if name not in (BASELINE, OWN_AGAIN, TORCH_AGAIN)},
         over_torch=ratio(TORCH, own) if own != TORCH else None,
-        again=ratio(TORCH, TORCH_AGAIN),
+        again=ratio(own, OWN_AGAIN) or ratio(TORCH, TORCH_AGAIN),
         of_baseline=ratio(own, own if arm.name == baseline else BASELINE),
     )
 
 
-def steps_at_equal_time(prices: dict[str, Price], steps: int) -> dict[str, float]:
-    """How many steps each arm makes while the fastest one makes all of them; empty where an arm has no time."""
+def noise_of(prices: Mapping[str, Price]) -> float:
+    """The furthest from 1 that an A/A interval of the study reaches: a ratio within it is no difference. 0 without times."""
+    return max((abs(end - 1) for of in prices.values() if of.again for end in (of.again.low, of.again.high)), default=0.0)
+
+
+def steps_at_equal_time(prices: Mapping[str, Price], steps: int, noise: float) -> dict[str, int]:
+    """How many steps each arm makes while the fastest one makes all of them; empty where an arm has no time. An arm whose step
+    is not known to take longer makes all."""
     times = {name: of.of_baseline.median for name, of in prices.items() if of.of_baseline is not None}
-    return {name: steps * min(times.values()) / time for name, time in times.items()} if len(times) == len(prices) else {}
+    if len(times) < len(prices):
+        return {}
+    least = min(times.values())
+    return {name: steps if time / least - 1 <= noise else round(steps * least / time) for name, time in times.items()}
 
 
-def loss_at(run: Result, step: float) -> float:
-    steps, losses = zip(*run.evaluated, strict=True)
-    return float(np.interp(step, steps, np.nan_to_num(losses, nan=run.initial, posinf=run.initial)))
+def equal_time(
+    study: Study, found: Found, samples: Mapping[str, Sample], rates: Mapping[str, float], steps: Mapping[str, int]
+) -> dict[str, Sample]:
+    """By arm the runs of so many steps, each with a schedule that ends there; empty unless each arm has some."""
+    made = dict(samples)
+    for name, fewer in steps.items():
+        if fewer < study.cfg.train.steps:
+            runs = [run for run in found.of(name, TIME, rate=rates[name]) if run.steps == fewer]
+            made[name] = replace(found.sample(runs), cost=samples[name].cost)
+    shorter = any(fewer < study.cfg.train.steps for fewer in steps.values())
+    return made if shorter and all(sample.runs for sample in made.values()) else {}

@@ -1,10 +1,12 @@
 """The arms of a study: what the command line or an option of the group study sweeps, but for learning rates and seeds."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
+from sysconfig import get_path
 from typing import Any
 
 import configs
@@ -16,7 +18,9 @@ from model import GPT
 from training.tracking import with_defaults
 
 RATE, SEED = "optim.lr", "seed"
+FRESH_SEEDS, AGAIN_SEEDS = 1001, 2001  # the first of those that no command gives
 FOLDER = keys.FOLDER / "study"
+PACKAGES = "{packages}"  # in the arguments of a study: where Python's packages are installed
 WORDS = ("claim", "source", "limits")
 
 
@@ -39,6 +43,12 @@ class Arm:
         cfg.optim.lr, cfg.seed = rate, seed
         return cfg
 
+    def of_length(self, steps: int) -> "Arm":
+        """With a schedule of so many steps."""
+        cfg = copy.deepcopy(self.cfg)
+        cfg.train.steps = steps
+        return replace(self, cfg=cfg)
+
 
 @dataclass(frozen=True)
 class Study:
@@ -58,25 +68,63 @@ class Study:
         return next((arm for arm in self.arms if arm.name == wanted), self.arms[0])
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What has to agree where a study goes on."""
+    def compared(self) -> list[int]:
+        """The seeds that are compared: if there is a choice of rates, ones that had no part in it."""
+        return self.seeds if len(self.rates) == 1 else [FRESH_SEEDS + i for i in range(self.cfg.compare.fresh)]
+
+    @property
+    def again(self) -> list[int]:
+        """The baseline's seeds beside those, as many."""
+        return [AGAIN_SEEDS + i for i in range(len(self.compared))]
+
+    def facts(self, arm: Arm) -> dict[str, Any]:
+        """The keys of an arm that its runs have to agree in."""
         affecting = {*keys.affecting("weights", "results", "speed"), "compare.diverged", "compare.probe_every", "eval.every"}
-        of = {arm.name: flat(configs.to_dict(arm.cfg)) for arm in self.arms}
-        arms = {name: {key: value for key, value in every.items() if key in affecting} for name, every in of.items()}
-        return {"rates": self.rates, "seeds": self.seeds, "arms": arms}
+        every = flat(configs.to_dict(arm.cfg))
+        return {key: value for key, value in every.items() if key in affecting - {RATE, SEED}}
+
+    def known(self, lines: Sequence[Mapping[str, Any]]) -> set[str]:
+        """The arms that have runs among the lines of a study.
+
+        Raises:
+            ConfigError: an arm of this name had other keys there.
+        """
+        there = {line["arm"]: line["config"] for line in lines if "config" in line}
+        for arm in self.arms:
+            facts = json.loads(json.dumps(self.facts(arm)))
+            before = there.get(arm.name, facts)
+            if changed := [key for key in {**before, **facts} if before.get(key) != facts.get(key)]:
+                pairs = "; ".join(
+                    f"{key}={keys.shown(facts.get(key))}, there {keys.shown(before.get(key))}" for key in changed[:4]
+                )
+                raise ConfigError(f"{arm.name}: the folder has runs of it with {pairs}. Change it, or name another folder.")
+        return set(there)
 
 
-def study_of(arguments: Sequence[str]) -> Study:
+def sizes_of(arguments: Sequence[str]) -> list[str]:
+    """The sizes of the named study, if it is a ladder."""
+    return list(configs.compose_only(_named(arguments)).compare.sizes)
+
+
+def _named(arguments: Sequence[str]) -> list[str]:
+    """The argument that names a study, if any does."""
+    return [text for text in arguments if text.startswith("study=")]
+
+
+def study_of(arguments: Sequence[str], size: str = "") -> Study:
     """The study of a command line.
+
+    Args:
+        size: of a ladder.
 
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key that a comparison has no use for.
     """
-    named = [text for text in arguments if text.startswith("study=")]
-    given = [text for text in arguments if text not in named]
-    found = configs.compose_only(named).compare
+    named = _named(arguments)
+    found, given = configs.compose_only(named).compare, [text for text in arguments if text not in named]
+    own = [text.replace(PACKAGES, get_path("purelib")) for text in [*found.arguments, *(found.sizes[size] if size else [])]]
     # of a key that comes twice, the last
-    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*found.arguments, *given])}
+    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*own, *given])}
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
     swept = set(configs.swept(list(parsed.values())))
     if unswept := swept & {"folder", "resume"}:
@@ -119,6 +167,8 @@ def _checked(study: Study) -> Study:
                 "more, of which an interval can be made."
             )
         cfg.logging = with_defaults(cfg.logging)[0]
+    if max(study.seeds) >= FRESH_SEEDS:
+        raise ConfigError(f"seed={max(study.seeds)}: compare.py takes seeds below {FRESH_SEEDS}; it has its own from there on.")
     names, wanted = [arm.name for arm in study.arms], study.cfg.compare.baseline
     if wanted not in (None, *names):
         near = keys.did_you_mean(str(wanted), names)

@@ -1,133 +1,212 @@
 """The report of a study: report.md, report.json and pictures, all from the same figures."""
 
-import json
+import math
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from measure import tables
-from measure.comparison import AGAIN as TORCH_AGAIN
-from measure.files import replace_text
+from measure.differences import Difference, Sample
+from measure.files import json_text, replace_text
 from measure.statistics import Interval
 from measure.tables import NOTHING, interval_text, number
 from study import plots
-from study.analysis import ArmReport, Report, reach
+from study.analysis import ArmReport, Report
 from study.arms import Arm, Study
-from study.runs import Found
+from study.runs import RACE, SEARCH, Found
 
 Row = dict[str, str]  # cells by the heading of their column
 
 
-def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folder: Path) -> None:
-    """Raises StorageError: a file can't be written."""
+def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folder: Path, *more: str) -> None:
+    """
+    Args:
+        more: sections of the report, in Markdown.
+
+    Raises:
+        StorageError: a file can't be written.
+    """
     footer = tables.machine(facts)
+    plots.differences(made, folder / "differences.png", footer)
     plots.rates(study, found, made, folder / "rates.png", footer)
-    pictures = "![loss against learning rate](rates.png)"
+    pictures = "![differences from the baseline](differences.png)\n\n![loss against learning rate](rates.png)"
     if plots.depth(found, made, folder / "depth.png", footer):
         pictures += "\n\n![along the depth](depth.png)"
     parts = [
         "# Study",
         *(tables.wrapped(f"{name.capitalize()}: {text}") for name, text in study.words.items()),
-        tables.wrapped(words(made, study)),
+        tables.wrapped(words(made)),
+        *more,
         pictures,
         tables.markdown(*table(made)),
-        tables.section("Best checkpoint", _markdown([_best(made, arm) for arm in made.arms])),
+        *([tables.section("Every pair", _markdown(_pairs(made)))] if made.pairs else []),
         *([tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]))] if found.times else []),
-        tables.section("All runs", _markdown([_runs(study, found, arm) for arm in study.arms])),
-        tables.section("Environment", tables.environment(facts)),
+        tables.section("All runs of the search", _markdown([_runs(found, arm) for arm in study.arms])),
+        tables.section("Environment", tables.environment(facts | {"runs by revision": revisions(found)})),
     ]
     replace_text(folder / "report.md", "\n\n".join(parts) + "\n")
-    data = {"report": asdict(made), "environment": facts, **asdict(found)}
-    replace_text(folder / "report.json", json.dumps(data, indent=1) + "\n")
+    pairs = [{"arm": arm, "base": base, **asdict(of)} for (arm, base), of in made.pairs.items()]
+    data = {"report": asdict(made) | {"pairs": pairs}, "environment": facts, **asdict(found)}
+    replace_text(folder / "report.json", json_text(data, indent=1) + "\n")
 
 
-def words(made: Report, study: Study) -> str:
+def revisions(found: Found) -> str:
+    counts = Counter(str(run.made.get("revision"))[:8] for run in found.results)
+    return ", ".join(f"{count} of {revision}" for revision, count in counts.items())
+
+
+def words(made: Report) -> str:
     """What was found, and what was not."""
-    seeds = len(study.seeds)
-    said = [f"{made.runs} runs; each arm at its best learning rate, {seeds} seeds; the baseline is {made.baseline}."]
-    for arm in made.arms:
-        if arm.name != made.baseline:
-            time = f"; a step takes {interval_text(arm.price.of_baseline)} × its time" if arm.price.of_baseline else ""
-            said.append(f"{arm.name}: {_finding(arm)}{time}.")
-    again = f"The baseline with other seeds (A/A) differs by {interval_text(made.again, 4)} nats"
-    if seeds == 1:
-        said.append(f"{again}. One seed has no interval, so nothing can be called different.")
-    else:
-        said.append(f"{again}: no difference within ±{reach(made.again):.4f} is called one.")
-    ends = {min(study.rates), max(study.rates)} if len(study.rates) > 1 else set()
-    if edges := [arm.name for arm in made.arms if arm.rate in ends]:
-        said.append(f"The best rate is the lowest or the highest of those given for {', '.join(edges)}: add rates beyond it.")
-    if failed := [f"{arm.name} ({arm.diverged:.0%})" for arm in made.arms if arm.diverged]:
-        said.append(f"Runs that diverged: {', '.join(failed)}.")
+    base = next(arm for arm in made.arms if arm.name == made.baseline)
+    alone = f", which {base.failing}" if base.failing else ""
+    said = [f"{made.runs} runs; each arm at its best learning rate; the baseline is {made.baseline}{alone}."]
+    said += [f"{arm.name}: {finding(arm, base)}{_step(arm)}." for arm in made.arms if arm.against]
+    if made.again and made.again.loss:
+        said.append(f"The baseline with other seeds (A/A) differs by {interval_text(made.again.loss, 4)} nats.")
+    if not made.fresh:
+        said.append(
+            "The seeds that are compared have chosen the rates, so nothing is called different: compare.fresh=8 adds others."
+        )
+    elif base.sample.runs == 2:
+        said.append("One seed has no interval, so no loss can be called different.")
+    if edges := [f"{arm.name} ({arm.at_end})" for arm in made.arms if arm.at_end]:
+        said.append(f"Not tuned, as the best rate is at the end of those that were trained: {', '.join(edges)}. Add rates.")
+    if failed := [f"{arm.name} ({arm.searched[0]} of {arm.searched[1]})" for arm in made.arms if arm.searched[0]]:
+        said.append(f"Runs of the search that failed, at any rate: {', '.join(failed)}.")
     return " ".join(said)
 
 
-def _finding(arm: ArmReport) -> str:
-    """The difference from the baseline, and what may be said of it."""
-    if arm.different:
-        said = "loss lower" if arm.difference.median < 0 else "loss higher"
+def finding(arm: ArmReport, base: ArmReport) -> str:
+    """What may be said of the difference from the baseline."""
+    of, said = arm.against, []
+    assert of is not None
+    if of.p_failed is not None:
+        said.append(arm.failing or f"no run of {arm.sample.runs} fails")
+        said[-1] += f" (baseline {base.sample.failed} of {base.sample.runs}; exact test, {_p(of.p_failed)})"
+        said[-1] += ", which differs" if of.fails else ""
+    if of.loss is None:
+        said += ["every run failed"] if not arm.sample.losses else ["too few runs that trained for an interval of the loss"]
+        return "; ".join(said)
+    figures = f"{bounded(of.loss)} nats" + (f", {_p(of.p_loss)}" if of.p_loss is not None else "")
+    trained = "of the runs that trained the " if of.p_failed is not None else ""
+    if of.verdict:
+        said.append(f"{trained}loss {of.verdict}, {figures}")
+    elif of.none:
+        beyond = "" if of.loss.holds(0.0) else ": of so many tests one may be as far by chance"
+        said.append(f"no difference was found, {figures}{beyond}")
     else:
-        said = "no difference was found" + ("" if arm.difference.holds(0.0) else " beyond that of other seeds")
-    said += f", {interval_text(arm.difference, 4)} nats"
-    return f"{said}; {arm.diverged_at_best} runs at its best rate diverged" if arm.diverged_at_best else said
+        said.append(f"{trained}loss differs by {figures}, {'not judged' if of.p_loss is None else 'which is not called one'}")
+    return "; ".join(said)
+
+
+def bounded(of: Interval) -> str:
+    """0.010 (0.001 to 0.019). An arm that is not tuned may gain without a bound."""
+    if math.isfinite(of.low) and math.isfinite(of.high):
+        return interval_text(of, 4)
+    end = (
+        f"at most {of.high:.4f}"
+        if math.isfinite(of.high)
+        else f"at least {of.low:.4f}"
+        if math.isfinite(of.low)
+        else "no bound"
+    )
+    return f"{of.median:.4f} ({end})".replace("-", "−")
+
+
+def _step(arm: ArmReport) -> str:
+    if arm.price.of_baseline is None:
+        return ""
+    times = interval_text(arm.price.of_baseline)
+    return f"; a step takes {times} × its time" if arm.slower else f"; no difference in the time of a step was found, {times} ×"
+
+
+def _p(p: float | None) -> str:
+    return NOTHING if p is None else "p < 0.001" if p < 1e-3 else f"p = {p:.2g}"
 
 
 def table(made: Report) -> tuple[list[str], list[list[str]]]:
     """The main table: its header, and a line for each arm."""
-    found = [_main(made, arm) for arm in made.arms]
-    return list(found[0]), [list(row.values()) for row in found]
+    return _columns([_main(arm) for arm in made.arms])
+
+
+def _columns(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    columns = list(dict.fromkeys(column for row in sorted(rows, key=len, reverse=True) for column in row))
+    return columns, [[row.get(column, NOTHING) for column in columns] for row in rows]
 
 
 def _markdown(rows: list[Row]) -> str:
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return tables.markdown(columns, [[row.get(column, NOTHING) for column in columns] for row in rows])
+    return tables.markdown(*_columns(rows))
 
 
-def _main(made: Report, arm: ArmReport) -> Row:
+def _main(arm: ArmReport) -> Row:
     return {
         "arm": arm.name,
-        "best rate": f"{arm.rate:g}",
-        "last loss": f"{arm.last.median:.4f}",
-        "− baseline (95 %)": _against_baseline(made, arm, arm.difference),
-        "different": NOTHING if arm.name == made.baseline else "yes" if arm.different else "no",
-        "steps saved": _against_baseline(made, arm, arm.speedup, 2),
+        "best rate": f"{arm.rate:g}" + (f" ({arm.at_end})" if arm.at_end else ""),
+        "runs": str(arm.sample.runs),
+        "failed": str(arm.sample.failed),
+        "last loss": _mean(arm.sample),
+        **_judged(arm.against),
+        "a better rate gains at most": f"{arm.sample.cost:.4f}" if math.isfinite(arm.sample.cost) else NOTHING,
         "sensitivity": interval_text(arm.sensitivity),
-        "diverged": f"{arm.diverged:.0%}",
     }
 
 
-def _best(made: Report, arm: ArmReport) -> Row:
-    difference = _against_baseline(made, arm, arm.best_difference)
-    return {"arm": arm.name, "best loss": f"{arm.best.median:.4f}", "− baseline (95 %)": difference}
+def _mean(sample: Sample) -> str:
+    return f"{fmean(sample.losses):.4f}" if sample.losses else NOTHING
+
+
+def _judged(of: Difference | None) -> Row:
+    if of is None:
+        return {"− baseline (95 %)": "baseline", "p": NOTHING, "different": NOTHING}
+    said = [*([of.verdict] if of.verdict else []), *(["fails"] if of.fails else [])]
+    return {
+        "− baseline (95 %)": bounded(of.loss) if of.loss else NOTHING,
+        "p": _p(min((p for p in (of.p_loss, of.p_failed) if p is not None), default=None))
+        .removeprefix("p = ")
+        .removeprefix("p "),
+        "different": ", ".join(said) or ("no" if of.none else NOTHING),
+    }
+
+
+def _pairs(made: Report) -> list[Row]:
+    cells = ({"pair": f"{arm} − {base}"} | _judged(of) for (arm, base), of in made.pairs.items())
+    return [{name.replace("− baseline ", "nats "): cell for name, cell in row.items()} for row in cells]
 
 
 def _time(made: Report, arm: ArmReport) -> Row:
     """Step times, with PyTorch's norms too, and what is learned in the same time."""
-    return {
+    base = arm.name == made.baseline
+    row = {
         "arm": arm.name,
-        **{f"{impl}, ms": number(ms) for impl, ms in arm.price.ms.items() if impl != TORCH_AGAIN},
+        **{f"{impl}, ms": number(ms) for impl, ms in arm.price.ms.items()},
         "torch / own (95 %)": interval_text(arm.price.over_torch),
         "A/A (95 %)": interval_text(arm.price.again),
-        "× the baseline's (95 %)": _against_baseline(made, arm, arm.price.of_baseline, 3),
-        "loss at equal GPU time": f"{arm.equal_time.median:.4f}" if arm.equal_time else NOTHING,
-        "− baseline (95 %)": _against_baseline(made, arm, arm.equal_time_difference),
+        "× the baseline's (95 %)": "baseline" if base else interval_text(arm.price.of_baseline),
+        "differs": NOTHING if base or arm.price.of_baseline is None else "yes" if arm.slower else "no",
+        **({"steps in equal time": str(arm.steps)} if arm.steps is not None else {}),
     }
+    if arm.equal_time:
+        sample, against = arm.equal_time
+        row |= {"loss then": _mean(sample)} | {f"then {name}": cell for name, cell in _judged(against).items()}
+    return row
 
 
-def _against_baseline(made: Report, arm: ArmReport, interval: Interval | None, digits: int = 4) -> str:
-    return "baseline" if arm.name == made.baseline else interval_text(interval, digits)
+def _runs(found: Found, arm: Arm) -> Row:
+    """The last loss of every run that chose the rate, and the spikes and gradient norms of the arm."""
+    runs = found.of(arm.name, SEARCH)
+    rates = sorted({run.rate for run in found.of(arm.name, RACE, SEARCH)})
 
+    def losses(rate: float) -> str:
+        ended = found.of(arm.name, SEARCH, rate=rate)
+        said = [f"{run.last:.3f}" + "*" * found.failed(run) for run in ended or found.of(arm.name, RACE, rate=rate)]
+        return " / ".join(said) + ("" if ended else "°")
 
-def _runs(study: Study, found: Found, arm: Arm) -> Row:
-    """The last loss of every run, and the spikes and gradient norms of the arm."""
-    runs = found.of(arm.name)
+    norms = [run.grad_norm for run in runs if run.grad_norm is not None]
     return {
-        "arm (* stopped early)": arm.name,
-        **{
-            f"{rate:g}": " / ".join(f"{run.last:.3f}" + "*" * bool(run.over) for run in found.at(arm.name, rate))
-            for rate in study.rates
-        },
+        "arm (* failed, ° at the end of the race)": arm.name,
+        **{f"{rate:g}": losses(rate) for rate in rates},
         "spikes": str(sum(run.spikes for run in runs)),
-        "gradient norm": f"{fmean(run.grad_norm for run in runs):.2f}",
+        "gradient norm": f"{fmean(norms):.2f}" if norms else NOTHING,
     }

@@ -1,21 +1,19 @@
-"""All runs of a study, one after the other, each kept as a line as soon as it is over.
+"""The runs of a study, each kept as a line as soon as it is over, and what may be read off them.
 
-A run is stopped, and counts as diverged, if a training or validation loss is not finite, or if after a quarter of its steps
-its validation loss is more than compare.diverged nats above the lowest that an earlier run of its arm had at the same step, at
-this rate or a lower one: a run that is slow at a low rate has not diverged. The order of runs is fixed (arm, seed, rate from
-low to high), so a study that was killed goes on with the same decisions.
+A run fails, and is stopped, if a training or validation loss is not finite, or if after a quarter of its steps its validation
+loss is more than compare.diverged nats above the lowest that another run of its arm had at the same step, at this rate or a
+lower one: a run that is slow at a low rate has not failed. A run that was not stopped is judged so by all runs of its arm, so
+what failed does not depend on their order.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
-from statistics import fmean
+from statistics import median
 from typing import Any
 
-import torch
-
 from data import Corpus
+from measure.differences import Sample
 from measure.store import Store
 from measure.timing import free_memory
 from study.arms import Arm, Study
@@ -24,139 +22,177 @@ from study.probes import probe, spikes
 from study.timing import block_times, cycles_of
 from training.precision import MixedPrecision
 
-AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
+# Stages: study/plan.py says what each is for.
+RACE, SEARCH, FRESH, AGAIN, TIME = "race", "search", "fresh", "A/A", "equal time"
 
 
 @dataclass
 class Result:
-    """One run. Losses are in nats per token."""
+    """One run. Losses are in nats per token; None is one that is not finite, since JSON has no number for it."""
 
     arm: str
+    stage: str
     rate: float
     seed: int
+    steps: int  # of its schedule
     evaluated: list[list[Any]]  # step and validation loss; step 0 is before training
     over: str = ""  # why the run was stopped
-    grad_norm: float = math.nan  # median over the steps
+    grad_norm: float | None = None  # median over the steps
     spikes: int = 0
     probes: list[dict[str, Any]] = field(default_factory=list)
+    made: dict[str, Any] = field(default_factory=dict)  # by which revision, versions and card
 
     @property
     def last(self) -> float:
-        return self.evaluated[-1][1]
-
-    @property
-    def best(self) -> float:
-        return min(loss for _, loss in self.evaluated)
+        """Infinite if it is not finite."""
+        return number(self.evaluated[-1][1])
 
     @property
     def initial(self) -> float:
-        return self.evaluated[0][1]
+        return number(self.evaluated[0][1])
 
-    @property
-    def counted(self) -> float:
-        """The last loss, also that of a run that was stopped; at most the loss before training, which stands for NaN too."""
-        return min(self.initial, self.last)  # of a number and NaN the first
+
+def number(loss: float | None) -> float:
+    return math.inf if loss is None else loss
 
 
 @dataclass
 class Found:
     """What runs.jsonl has: results and, by arm and contender, the times of study/timing.py."""
 
+    diverged: float = 1.0  # nats, see the head of this file
     results: list[Result] = field(default_factory=list)
     times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
-    def of(self, arm: str) -> list[Result]:
-        return [result for result in self.results if result.arm == arm]
+    def of(self, arm: str, *stages: str, rate: float | None = None) -> list[Result]:
+        """The runs of an arm in the order of seeds; of all stages and rates where none is named."""
+        runs = [run for run in self.results if run.arm == arm and (not stages or run.stage in stages)]
+        return sorted((run for run in runs if rate in (None, run.rate)), key=lambda run: (run.seed, run.rate))
 
-    def at(self, arm: str, rate: float) -> list[Result]:
-        """In the order of seeds."""
-        return sorted((run for run in self.of(arm) if run.rate == rate), key=lambda run: run.seed)
+    def failed(self, run: Result) -> bool:
+        return bool(run.over or too_high(run, self.of(run.arm), self.diverged))
+
+    def losses(self, runs: Sequence[Result]) -> list[float]:
+        """The last losses, infinite of runs that failed."""
+        return [math.inf if self.failed(run) else run.last for run in runs]
+
+    def sample(self, runs: Sequence[Result]) -> Sample:
+        losses = self.losses(runs)
+        trained = [loss for loss in losses if math.isfinite(loss)]
+        return Sample(trained, len(losses) - len(trained))
+
+    def rates(self, arm: str, stage: str = SEARCH) -> dict[float, float]:
+        """By rate, the lowest first: the median last loss over seeds, so infinite if half of them fail."""
+        tried = sorted({run.rate for run in self.of(arm, stage)})
+        return {rate: median(self.losses(self.of(arm, stage, rate=rate))) for rate in tried}
 
     def best_rate(self, arm: str) -> float:
-        """The rate with the lowest mean of last losses over seeds."""
-        rates = dict.fromkeys(run.rate for run in self.of(arm))
-        return min(rates, key=lambda rate: fmean(run.counted for run in self.at(arm, rate)))
+        """The rate with the lowest median loss in the search; where all are infinite, the lowest rate. Without a search: its
+        only one."""
+        rates = self.rates(arm) or self.rates(arm, FRESH)
+        return min(rates, key=rates.__getitem__)
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: Mapping[str, Any]) -> None:
         if "times" in line:
             self.times[line["arm"]] = line["times"]
-        else:
+        elif "evaluated" in line:
             self.results.append(Result(**line))
 
 
-def train_all(
-    study: Study, precision: MixedPrecision, corpus: Corpus, store: Store, done: Callable[[], object] = lambda: None
-) -> Found:
-    """Makes the runs that `store` lacks.
-
-    The A/A runs are the baseline's at its best rate, with as many other seeds.
+class Runs:
+    """Makes the runs that are not there yet, and keeps them.
 
     Args:
+        made: what each line says of code, versions and card.
         done: called after each run.
+
+    Raises:
+        ConfigError: the store has runs of an arm of this name with other keys.
     """
-    found, cycles = Found(), cycles_of(study.cfg, precision.device)
-    for line in store.lines:
-        found.add(line)
 
-    def keep(line: dict[str, Any]) -> None:
-        store.add(line)
-        found.add(line)
+    def __init__(
+        self, study: Study, precision: MixedPrecision, corpus: Corpus, store: Store, made: Mapping[str, Any] | None = None,
+        done: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.study, self.precision, self.corpus, self.store = study, precision, corpus, store
+        self.made, self.done = dict(made or {}), done
+        self.found = Found(study.cfg.compare.diverged)
+        for line in store.lines:
+            self.found.add(line)
+        self.known = study.known(store.lines)
+        self._arm: tuple[str, int] | None = None
 
-    def runs_of(arm: Arm, name: str, rates: list[float], seeds: list[int], cycles: int) -> None:
-        had = {(result.seed, result.rate) for result in found.of(name)}
-        for _ in had:
-            done()
-        left = [pair for pair in product(seeds, sorted(rates)) if pair not in had]
-        untimed = cycles > 0 and name not in found.times
-        if not left and not untimed:
-            return
-        free_memory(precision.device)
-        engine = Engine(arm.at(rates[0], seeds[0]), precision, corpus, arm.fill)
-        for seed, rate in left:
-            engine.begin(arm.at(rate, seed))
-            keep(asdict(_run(engine, name, found.of(name))))
-            done()
-        if untimed:
-            times = block_times(arm, study.baseline, engine, cycles, precision, corpus)
-            keep({"arm": name, "times": times})
+    def engine(self, arm: Arm) -> Engine:
+        """Built, and captured, when the first run of the arm needs it."""
+        wanted = (arm.name, arm.cfg.train.steps)
+        if self._arm != wanted:
+            self._engine: Engine | None = None
+            free_memory(self.precision.device)
+            self._arm, self._engine = wanted, Engine(arm.cfg, self.precision, self.corpus, arm.fill)
+        assert self._engine is not None
+        return self._engine
 
-    for arm in study.arms:
-        runs_of(arm, arm.name, study.rates, study.seeds, cycles)
-    others = [max(study.seeds) + 1 + i for i in range(len(study.seeds))]
-    runs_of(study.baseline, study.baseline.name + AGAIN, [found.best_rate(study.baseline.name)], others, cycles=0)
-    return found
+    def keep(self, arm: Arm, line: dict[str, Any]) -> None:
+        if arm.name not in self.known:
+            self.store.add({"arm": arm.name, "config": self.study.facts(arm)})
+            self.known.add(arm.name)
+        line["made"] = self.made
+        self.store.add(line)
+        self.found.add(line)
+
+    def train(self, arm: Arm, stage: str, rates: Sequence[float], seeds: Sequence[int], until: int | None = None) -> None:
+        """Those of these runs that there are not; to their end, or to step `until` of their schedule."""
+        steps = arm.cfg.train.steps
+        had = {(run.seed, run.rate) for run in self.found.of(arm.name, stage) if run.steps == steps}
+        for seed in seeds:
+            for rate in sorted(rates):
+                if (seed, rate) not in had:
+                    engine = self.engine(arm)
+                    engine.begin(arm.at(rate, seed))
+                    self.keep(arm, asdict(train(engine, arm.name, stage, self.found, until or steps)))
+                self.done()
+
+    def time(self, arm: Arm) -> None:
+        cycles = cycles_of(self.study.cfg, self.precision.device)
+        if cycles and arm.name not in self.found.times:
+            engine = self.engine(arm)
+            engine.begin(arm.cfg)
+            times = block_times(arm, self.study.baseline, engine, cycles, self.precision, self.corpus)
+            self.keep(arm, {"arm": arm.name, "times": times})
 
 
-def _run(engine: Engine, name: str, others: list[Result]) -> Result:
-    """One run to its end, from a state that `begin` made."""
+def train(engine: Engine, name: str, stage: str, found: Found, end: int) -> Result:
+    """One run, from a state that `Engine.begin` made."""
     cfg, total = engine.cfg, engine.cfg.train.steps
     every = cfg.eval.every or total
     look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
     # Before training all windows tell the same, and the whole validation set takes as long as a hundred steps of a small model.
-    result = Result(name, cfg.optim.lr, cfg.seed, [[0, engine.evaluate(most=1)]])
-    stops = sorted({*range(every, total, every), *(range(look, total, look) if look else ()), total})
+    result = Result(name, stage, cfg.optim.lr, cfg.seed, total, [[0, engine.evaluate(most=1)]])
+    stops = sorted({*range(every, end, every), *(range(look, end, look) if look else ()), end})
     for stop in stops:
         engine.advance(stop - engine.step)
         losses = engine.losses[:stop].cpu()
         if look and (stop % look == 0 or stop == total):
             result.probes.append({"step": stop, **probe(engine)})
-        if stop % every == 0 or stop == total:
-            result.evaluated.append([stop, engine.evaluate()])
-            result.over = over(result, losses, total, others, cfg.compare.diverged)
+        if stop % every == 0 or stop == end:
+            loss = engine.evaluate()
+            result.evaluated.append([stop, loss if math.isfinite(loss) else None])
+            finite = math.isfinite(loss) and bool(losses.isfinite().all())
+            too_far = too_high(result, found.of(name), cfg.compare.diverged)
+            result.over = too_far if finite else f"step {stop}: loss not finite"
         if result.over:
             break
-    result.grad_norm = engine.grad_norms[: engine.step].median().item()
+    grad_norm = engine.grad_norms[: engine.step].median().item()
+    result.grad_norm = grad_norm if math.isfinite(grad_norm) else None
     result.spikes = spikes(losses.numpy(), total // 20)
     return result
 
 
-def over(result: Result, losses: torch.Tensor, steps: int, others: list[Result], threshold: float) -> str:
-    """Why the run is over by the rule above, or nothing."""
-    step, loss = result.evaluated[-1]
-    if not (math.isfinite(loss) and bool(losses.isfinite().all())):
-        return f"step {step}: loss not finite"
-    same = [dict(other.evaluated).get(step, math.inf) for other in others if other.rate <= result.rate]
-    lowest = min(same, default=math.inf)
-    if step >= steps / 4 and loss > lowest + threshold:
-        return f"step {step}: loss {loss:.3f}, another run's {lowest:.3f}"
+def too_high(run: Result, others: Sequence[Result], threshold: float) -> str:
+    """Why the run has failed by the rule at the head of this file, or nothing."""
+    lower = [dict(map(tuple, other.evaluated)) for other in others if other.rate <= run.rate and other.steps == run.steps]
+    for step, loss in run.evaluated[1:]:
+        lowest = min((number(of[step]) for of in lower if step in of), default=math.inf)
+        if step >= run.steps / 4 and number(loss) > lowest + threshold:
+            return f"step {step}: loss {number(loss):.3f}, another run's {lowest:.3f}"
     return ""

@@ -1,7 +1,7 @@
 """The time of an arm's step by the ablation's protocol: short blocks that alternate, paired, with an interval.
 
-measure/schedule.py has the order of the blocks. An arm is timed beside its own model with PyTorch's norms, beside that once
-more (A/A: the difference that the protocol measures where there is none), and beside the baseline. A step is the captured one,
+measure/schedule.py has the order of the blocks. An arm is timed beside itself once more (A/A: the difference that the protocol
+measures where there is none), beside its own model with PyTorch's norms, and beside the baseline. A step is the captured one,
 so the GPU does not wait for the host, and blocks can be shorter than those of ablate.py. Each block begins at the first step of
 the same run; its first step is not counted.
 """
@@ -15,14 +15,14 @@ from configs import Config
 from configs.schema import NormImpl
 from data import Corpus
 from measure.clock import StepClock
-from measure.comparison import AGAIN, TORCH
+from measure.comparison import TORCH
 from measure.schedule import LEAD_IN, LEAST_STEPS, block_length, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from study.arms import Arm
 from study.engine import Engine
 from training.precision import MixedPrecision
 
-BASELINE = "baseline"  # the contender; the others are named after their norm.impl
+BASELINE, OWN_AGAIN = "baseline", "again"  # contenders; the others are named after their norm.impl
 BLOCK_MS = 50.0
 
 
@@ -43,7 +43,7 @@ def block_times(
     """
     torch_cfg = copy.deepcopy(engine.cfg)
     torch_cfg.norm.impl = NormImpl.torch
-    plan = {str(arm.cfg.norm.impl): (engine.cfg, arm), TORCH: (torch_cfg, arm), AGAIN: (torch_cfg, arm)}
+    plan = {str(arm.cfg.norm.impl): (engine.cfg, arm), OWN_AGAIN: (engine.cfg, arm), TORCH: (torch_cfg, arm)}
     if arm.name != baseline.name:
         plan[BASELINE] = (baseline.at(engine.cfg.optim.lr, engine.cfg.seed), baseline)
     engines: dict[str, Engine] = {}

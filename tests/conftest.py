@@ -21,7 +21,7 @@ from ops import kernels  # noqa: E402
 
 INTERPRET = kernels.INTERPRET
 if INTERPRET:
-    from ops import launch  # noqa: F401  defines the kernels, now that they are for the interpreter
+    from ops.kernels import backward, forward  # noqa: F401  defines the kernels, now that they are for the interpreter
     from tests import interpreter
 
     interpreter.quicken()

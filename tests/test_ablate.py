@@ -14,7 +14,7 @@ import model.loss
 import model.norm
 from configs import ConfigError
 from measure import attribution
-from measure.comparison import AGAIN, FUSED, TORCH
+from measure.comparison import AGAIN, FUSED, TORCH, TWIN
 from tests.ablation import faults, results
 from tests.ablation.peer import checkout
 from tests.runs import newest, train_here
@@ -26,6 +26,9 @@ TIMES = "ablate.parity_seeds=0"  # without parity
 @pytest.fixture(scope="module")
 def tiny(tiny):
     return [*tiny, *results.SHORT]
+
+
+FUSED_AGAIN, COMPILED = FUSED + TWIN, ["compiled", "compiled" + TWIN]
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def measured(monkeypatch):
     """Replaces the measurement of a cell."""
 
     def measure(work, mode, *_):
-        return results.cell(work.variant.overrides, mode, 1.0, kernels=False, seed=0, arms=[TORCH, AGAIN, FUSED])
+        return results.cell(work.variant.overrides, mode, 1.0, kernels=False, seed=0, arms=[TORCH, AGAIN, FUSED, FUSED_AGAIN])
 
     monkeypatch.setattr(ablate, "measure", measure)
 
@@ -62,18 +65,18 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     monkeypatch.setattr(ablate.timing, "time_arms", timed)
     assert ablate.main([*tiny, f"init_from={trained.folder}"]) == 0
     stored = load_file(newest(trained.folder) / "model.safetensors")["embedding.weight"]
-    assert len(begun) == 3 and all(torch.equal(weight, stored) for weight in begun)
+    assert len(begun) == 4 and all(torch.equal(weight, stored) for weight in begun)
     whole, found = here(), ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
     losses = [arm.first_loss for arm in cell.arms.values()] + [loss for of in parity.val_loss.values() for loss in of]
-    assert losses == pytest.approx([trained.final.loss] * (3 + 8), rel=0.1)
+    assert losses == pytest.approx([trained.final.loss] * (4 + 2 * 6), rel=0.1)
     assert any(f"begins with the weights of {trained.folder}" in note for note in found.notes)
-    assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and cell.mode == "eager" and cell.overrides == {}
+    assert cell.arms.keys() == {TORCH, AGAIN, FUSED, FUSED_AGAIN} and cell.mode == "eager" and cell.overrides == {}
     assert parity.holds and parity.seeds == [1, 2]
     report = (whole / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in " ".join(report.split()) and found.command in report
-    assert len((whole / "steps.jsonl").read_text().splitlines()) == 3 * 12, "a line for each block"
+    assert len((whole / "steps.jsonl").read_text().splitlines()) == 4 * 12, "a line for each block"
     assert {"speedup.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 
@@ -144,7 +147,7 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
     assert ablate.main([*tiny, "ablate.switch=loss", "norm.impl=torch", "norm.kind=rmsnorm"]) == 1
     found = ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
-    assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and parity.arm == FUSED and not parity.holds
+    assert cell.arms.keys() == {TORCH, AGAIN, FUSED, FUSED_AGAIN} and parity.arm == FUSED and not parity.holds
     assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
     assert "parity FAILS" in (here() / "report.md").read_text(encoding="utf-8")
 
@@ -204,7 +207,8 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_in_every_cell(tiny, h
         and found.environment["gpu"]
     )
     assert [(one.arm, one.holds) for one in found.parity] == [("compiled", True), (FUSED, True)]
-    assert list(eager.arms) == [TORCH, AGAIN, "compiled", FUSED] and list(compiled.arms) == [TORCH, AGAIN, FUSED]
+    assert list(eager.arms) == [TORCH, *COMPILED, FUSED, FUSED_AGAIN]
+    assert list(compiled.arms) == [TORCH, AGAIN, FUSED, FUSED_AGAIN]
     for cell in found.cells:
         assert all(arm.launches > 0 and (cell in graphs or arm.peak_gb > 0) for arm in cell.arms.values())
         assert cell not in graphs or cell.steps_ms[FUSED] < eager.steps_ms[FUSED]
@@ -233,11 +237,12 @@ def test_compiled_sites_and_nanogpt_are_arms_with_their_pairs_and_a_verdict_on_t
     sizes = ["model.dropout=0.0", TIMES]
     assert ablate.main([*tiny, *arms, *sizes]) == 0
     (cell,) = ablations[-1].cells
-    assert list(cell.arms) == [TORCH, AGAIN, "compiled", "nanogpt", FUSED] and set(cell.opponents) == {TORCH, "compiled"}
+    assert list(cell.arms) == [TORCH, *COMPILED, "nanogpt", FUSED, FUSED_AGAIN] and set(cell.opponents) == {TORCH, "compiled"}
     assert {(base, arm) for base, of in cell.pairs.items() for arm in of} == {
-        *((TORCH, arm) for arm in (AGAIN, "compiled", "nanogpt", FUSED)),
-        *(("compiled", arm) for arm in ("nanogpt", FUSED)),
+        *((TORCH, arm) for arm in ("compiled", "nanogpt", FUSED)),
+        *(("compiled", arm) for arm in (COMPILED[1], "nanogpt", FUSED)),
         ("nanogpt", FUSED),
+        (FUSED, FUSED_AGAIN),
     }
     assert f"{cell.opponents[0]}, the fastest other arm" in cell.verdict
     losses = [arm.first_loss for arm in cell.arms.values()]
@@ -279,7 +284,7 @@ def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left
     three = variant("ablate.arms=[torch,compiled,fused]")
     assert three.modes == ["eager", "compiled", "graph", "compiled graph"]
     for mode in three.modes:
-        assert three.arms(mode) == [TORCH, AGAIN, *(["compiled"] if mode in ("eager", "graph") else []), FUSED]
+        assert three.arms(mode) == [TORCH, *(COMPILED if mode in ("eager", "graph") else [AGAIN]), FUSED, FUSED_AGAIN]
     two = variant("ablate.arms=[torch,compiled]")
     assert two.modes == ["eager", "graph"] and two.subject == "compiled"
 
@@ -287,8 +292,9 @@ def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left
 def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_alone(tiny, gpu):
     arms = ["ablate.arms=[torch,liger,flash_attn,fused]", "norm.kind=rmsnorm", "model.dropout=0.0,0.1"]
     without, dropping = ablate.variants_of([*tiny, *arms])
-    assert without.refused == {} and without.arms("eager") == [TORCH, AGAIN, "liger", "flash_attn", FUSED]
-    assert dropping.arms("eager") == [TORCH, AGAIN, "flash_attn", FUSED] and "model.dropout" in dropping.refused["liger"]
+    assert without.refused == {} and without.arms("eager") == [TORCH, AGAIN, "liger", "flash_attn", FUSED, FUSED_AGAIN]
+    assert dropping.arms("eager") == [TORCH, AGAIN, "flash_attn", FUSED, FUSED_AGAIN]
+    assert "model.dropout" in dropping.refused["liger"]
     assert without.tested == ["liger", "flash_attn", FUSED] and dropping.tested == [FUSED], "flash-attn draws its own masks"
     with pytest.raises(ConfigError, match=r"liger can't take part.*sandwich"):
         ablate.variants_of([*tiny, *arms, "norm.placement=sandwich"])

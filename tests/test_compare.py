@@ -12,14 +12,15 @@ import torch
 
 import compare
 from data import load_corpus
-from measure.comparison import AGAIN
 from measure.store import Store
 from study.arms import study_of
-from study.runs import train_all
-from study.timing import BASELINE
+from study.plan import make_all
+from study.runs import AGAIN, FRESH, RACE, SEARCH, Runs
+from study.timing import BASELINE, OWN_AGAIN
 from tests.runs import ROOT, precision, read_json, wait_until
 
-SWEEP = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3", "seed=1,2", "train.steps=12", "eval.every=4"]
+KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=12", "eval.every=4"]
+SWEEP = [*KEYS, "compare.fresh=2", "compare.race_steps=4", "compare.diverged=9"]
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,20 @@ def studied(tiny, tmp_path_factory):
 def test_it_leaves_a_report_and_pictures(studied):
     text = (studied / "report.md").read_text()
     assert "no difference was found" in text or ": loss lower, " in text or ": loss higher, " in text
-    assert "torch / own (95 %)" in text and "add rates beyond it" in text
-    assert (studied / "rates.png").stat().st_size > 1e4 and (studied / "depth.png").stat().st_size > 1e4
+    assert "torch / own (95 %)" in text
+    for name in ("differences", "rates", "depth"):
+        assert (studied / f"{name}.png").stat().st_size > 1e4
     runs, found = results(studied), read_json(studied / "report.json")
-    assert len(runs) == 2 * 2 * 2 + 2  # and A/A
+    stages = [run["stage"] for run in runs]
+    assert [stages.count(of) for of in (RACE, FRESH, AGAIN)] == [2 * 3, 2 * 2, 2] and stages.count(SEARCH) >= 2 * 2
     assert found["results"] == runs
-    assert [seen["step"] for seen in runs[0]["probes"]] == [3, 6, 9, 12]
-    assert [list(of) for of in found["times"].values()] == [["fused", "torch", AGAIN], ["fused", "torch", AGAIN, BASELINE]]
+    ended = [run for run in runs if run["stage"] != RACE]
+    assert all([seen["step"] for seen in run["probes"]] == [3, 6, 9, 12] for run in ended)
+    assert all(run["made"].keys() >= {"torch", "triton", "card", "revision"} for run in runs)
+    assert [list(of) for of in found["times"].values()] == [
+        ["fused", OWN_AGAIN, "torch"],
+        ["fused", OWN_AGAIN, "torch", BASELINE],
+    ]
     assert all(len(blocks) == 2 * 6 and min(blocks) > 0 for of in found["times"].values() for blocks in of.values())
 
 
@@ -49,28 +57,48 @@ def results(folder):
     return [{name: of for name, of in line.items() if name != "sum"} for line in lines if "evaluated" in line]
 
 
+def same(runs):
+    """Without what says by whom they were made."""
+    return [{name: of for name, of in run.items() if name != "made"} for run in runs]
+
+
 def test_cut_at_random_places_it_ends_with_the_same_runs(studied, tiny, tmp_path):
-    study, path = study_of([*tiny, *SWEEP, "compare.timing_cycles=6"]), tmp_path / "runs.jsonl"
+    study, path = study_of([*tiny, *SWEEP]), tmp_path / "runs.jsonl"
     corpus = load_corpus(study.cfg.data, study.cfg.tokenizer, context=study.cfg.model.context)
     lines, draw = (studied / "runs.jsonl").read_bytes(), random.Random(0)
-    for _ in range(5):
+    facts = json.loads(lines.splitlines()[0])
+    facts.pop("sum")
+    for _ in range(3):
         path.write_bytes(lines[: draw.randrange(len(lines))])
-        found = train_all(study, precision(torch.float32), corpus, Store(path, study.facts))
-        assert [asdict(run) for run in found.results] == results(studied) == results(tmp_path)
+        runs = Runs(study, precision(torch.float32), corpus, Store(path, facts))
+        make_all(study, runs.found, runs.train)
+        assert same(map(asdict, runs.found.results)) == same(results(studied)) == same(results(tmp_path))
 
 
-def test_killed_it_goes_on_with_the_same_command(studied, tiny, tmp_path):
+def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied, tiny, tmp_path, capsys):
     folder = tmp_path / "study"
     command = [sys.executable, str(ROOT / "compare.py"), *tiny, *SWEEP, f"folder={folder}", "resume=auto"]
     process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
     wait_until(process, lambda: results(folder))
     process.kill()
     process.wait()
-    assert len(results(folder)) < 2 * 2 * 2 + 2
+    assert len(results(folder)) < len(results(studied))
     assert compare.main(command[2:]) == 0
-    assert results(folder) == results(studied)
+    before = same(results(studied))
+    assert same(results(folder)) == before
+    assert compare.main([*command[2:], "norm.kind=layernorm,rmsnorm,dyt", "compare.fresh=3"]) == 0
+    grown = same(results(folder))
+    assert grown[: len(before)] == before
+    more = [(run["arm"], run["stage"]) for run in grown[len(before) :]]
+    assert more.count(("norm.kind=layernorm", FRESH)) == 1 and more.count(("norm.kind=dyt", FRESH)) == 3
+    assert ("norm.kind=layernorm", SEARCH) not in more
+    assert compare.main([*command[2:], "optim.lr=1e-3"]) == 2
+    assert "several rates=false, there true" in capsys.readouterr().err
+    assert compare.main([*command[2:], "optim.beta2=0.9"]) == 2
+    assert "norm.kind=layernorm: the folder has runs of it with optim.beta2=0.9, there 0.99. " in capsys.readouterr().err
 
 
-def test_a_folder_of_another_study_is_refused(studied, tiny, capsys):
-    assert compare.main([*tiny, *SWEEP, "seed=1,2,3", f"folder={studied}", "resume=auto"]) == 2
-    assert "runs.jsonl is of something else: seeds=[1,2,3], there [1,2]. " in capsys.readouterr().err
+def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "fingerprints", lambda: {"step": "other"})
+    assert compare.main([*tiny, *SWEEP, f"folder={studied}", "resume=auto"]) == 2
+    assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err

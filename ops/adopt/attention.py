@@ -3,11 +3,11 @@
     q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), cos, sin)
 
 A module keeps its own forward. What runs is a copy of it under other names: the function is ours, and in place of
-`self.q_norm(q)` stands an `Unnormed`, unless a hook looks at that norm. `rotary` says which modules that is right for.
+`self.q_norm(q)` stands a `Lazy`, unless a hook looks at that norm. `rotary` says which modules that is right for.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, update_wrapper
+from functools import cache, update_wrapper, wraps
 from types import FunctionType, new_class
 from typing import Any, NamedTuple
 
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..checks import KERNEL_DTYPES
 from ..rotary import rotary_qk_fn
-from ..torch_state import has_hooks
-from .norms import AdoptedNorm
+from .lazy import Lazy, autocasts, can_go_along, settled
 
 
 class Turn(NamedTuple):
@@ -47,10 +46,16 @@ def _rebuild(own: type, turn: Turn) -> Any:
 
 @cache
 def adopted_class(own: Any, turn: Turn) -> type:
-    forward = own.forward
-    functions = {turn.function: turning(turn, forward.__globals__[turn.function])}
+    recognised = own.forward
+    ours = with_names(recognised, {turn.function: turning(turn, recognised.__globals__[turn.function])}, turn.norms)
+
+    @wraps(recognised)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_own = own.forward is recognised  # otherwise a tool has replaced it since
+        return (ours if is_own else own.forward)(self, *args, **kwargs)
+
     body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_own": own, "_turn": turn}
-    body |= {"forward": with_names(forward, functions, turn.norms)} | {_later(name): _leaving(name) for name in turn.norms}
+    body |= {"forward": forward} | {_later(name): _leaving(name) for name in turn.norms}
     return new_class(own.__name__, (AdoptedAttention, own), {}, lambda space: space.update(body))
 
 
@@ -72,45 +77,9 @@ def _later(norm: str) -> str:
 def _leaving(name: str) -> Callable[[Any, Tensor], Any]:
     def leave(self: nn.Module, x: Tensor) -> Any:
         norm = getattr(self, name)
-        return Unnormed(norm, x) if isinstance(norm, AdoptedNorm) and not has_hooks(norm) else norm(x)
+        return Lazy(x, branch_norm=norm) if can_go_along(norm) else norm(x)
 
     return leave
-
-
-class Unnormed:
-    """What a norm gives, between two lines of one forward. Whatever is done to it but a transpose is done to its value."""
-
-    def __init__(self, norm: AdoptedNorm, x: Tensor) -> None:
-        self.norm, self.x = norm, x
-
-    def transpose(self, a: int, b: int) -> Any:
-        if {a, b} & {-1, self.x.dim() - 1}:
-            return normed(self).transpose(a, b)
-        return Unnormed(self.norm, self.x.transpose(a, b))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(normed(self), name)
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*normed(args), **{name: normed(value) for name, value in (kwargs or {}).items()})
-
-
-def _operator(name: str) -> Callable:
-    return lambda self, *others: getattr(normed(self), name)(*normed(others))
-
-
-for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow", "matmul"):
-    setattr(Unnormed, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-def normed(x: Any) -> Any:
-    """x, or all that is in a tuple or list, as tensors."""
-    if isinstance(x, Unnormed):
-        return x.norm(x.x)
-    return type(x)([normed(y) for y in x]) if type(x) in (tuple, list) else x
 
 
 def turning(turn: Turn, own: Callable) -> Callable:
@@ -118,19 +87,19 @@ def turning(turn: Turn, own: Callable) -> Callable:
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = None if args or kwargs.keys() - {"unsqueeze_dim"} else _turned(turn, q, k, cos, sin, **kwargs)
-        return own(normed(q), normed(k), cos, sin, *args, **kwargs) if found is None else found
+        return own(settled(q), settled(k), cos, sin, *args, **kwargs) if found is None else found
 
     return apply_rotary_pos_emb
 
 
 def _turned(turn: Turn, q: Any, k: Any, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor] | None:
     along = norms_along(q, k)
-    q, k = (normed(q), normed(k)) if along is None else (q.x, k.x)
+    q, k = (settled(q), settled(k)) if along is None else (q.x, k.x)
     given, dtype, heads = (q, k, cos, sin), q.dtype, unsqueeze_dim % q.dim() - q.dim()
     if heads == -3:  # in front of the tokens
         q, k = q.transpose(-3, -2), k.transpose(-3, -2)
     tokens = q.shape[:-2]
-    same_dtype = cos.dtype == dtype or (turn.fp32_angles and cos.dtype == torch.float32) or _autocasts(q)
+    same_dtype = cos.dtype == dtype or (turn.fp32_angles and cos.dtype == torch.float32) or autocasts(q.device)
     if (
         any(type(t) is not Tensor for t in given) or cos.requires_grad or sin.requires_grad
         or dtype not in KERNEL_DTYPES or k.dtype != dtype or not same_dtype
@@ -143,16 +112,12 @@ def _turned(turn: Turn, q: Any, k: Any, cos: Tensor, sin: Tensor, unsqueeze_dim:
     return (q.transpose(-3, -2), k.transpose(-3, -2)) if heads == -3 else (q, k)
 
 
-def _autocasts(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
-
-
 def norms_along(q: Any, k: Any) -> dict[str, Any] | None:
     """Arguments of `rotary_qk_fn`, if q and k wait for norms of each head that one kernel can compute."""
-    if not (isinstance(q, Unnormed) and isinstance(k, Unnormed)):
+    if not all(isinstance(t, Lazy) and t.is_only_normed() for t in (q, k)):
         return None
-    a, b, dtype = q.norm, k.norm, q.x.dtype
-    keeps_dtype = _autocasts(q.x) or a.out_dtype(dtype) == b.out_dtype(dtype) == dtype
+    a, b, dtype = q.branch_norm, k.branch_norm, q.x.dtype
+    keeps_dtype = autocasts(q.x.device) or a.out_dtype(dtype) == b.out_dtype(dtype) == dtype
     if a.formula.norm != b.formula.norm or a.options(dtype) != b.options(dtype) or not keeps_dtype:
         return None
     weights = zip(("q_weight", "q_bias", "k_weight", "k_bias"), a.weights() + b.weights(), strict=True)

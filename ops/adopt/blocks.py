@@ -4,8 +4,8 @@
     x = x + drop(mlp(norm2(x)))         drop, + and norm2 are one kernel
     return x                            drop and + are one kernel
 
-What enters and leaves the block and its parts is a tensor. Hooks of the block run around all of this. Hooks of a part run
-before its output becomes a `Lazy`, and a part that is called by anybody but the block's forward gives a tensor.
+What enters and leaves the block is a tensor, and so is what a part gives that has hooks, or that is called by anybody but the
+block's forward. Hooks of the block run around all of this.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_state import has_hooks, is_last_hook
-from .lazy import Lazy, autocasts, look_ahead, settled
+from ..torch_state import has_hooks
+from .lazy import Lazy, autocasts, can_go_along, look_ahead, settled
 
 _CALLED_BY = "_called_by"  # of a part: the block whose forward runs, and whether it records gradients
 
@@ -64,11 +64,7 @@ class Source:
                 return None
         elif block.get_submodule(role.path) is not part:  # a graph follows no marks in checkpointed parts of it
             return None
-        if (
-            not fits(x, self.width)
-            or x.dim() == 1
-            or (has_hooks(part, self.id) if role.takes else not is_last_hook(part, self.id))
-        ):
+        if not fits(x, self.width) or x.dim() == 1 or has_hooks(part, self.id):
             return None
         if any(has_hooks(block.get_submodule(path)) for path in role.passes):
             return None
@@ -95,7 +91,6 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
         part = block.get_submodule(source.role.path)
         hooks: Any = part._forward_pre_hooks if source.role.takes else part._forward_hooks
         if source.id in hooks:  # no tool has put another module in its place
-            hooks.move_to_end(source.id)
             vars(part)[_CALLED_BY] = block, torch.is_grad_enabled()
             parts.append(part)
     try:
@@ -114,7 +109,7 @@ def _with_norm_ahead(block: "AdoptedBlock", fused: "Fused", x: Any) -> Any:
         dtype, x = next(block.parameters(), x).dtype, x.float()
     norm: Any = block.get_submodule(plan.enters) if plan.enters else None
     gains = (torch.is_grad_enabled() and x.requires_grad) or dtype != x.dtype
-    if norm is None or not gains or has_hooks(norm) or not x.is_contiguous():
+    if norm is None or not gains or not can_go_along(norm) or not x.is_contiguous():
         return x
     if plan.follows and x.dtype == torch.float32 and autocasts(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -142,11 +137,9 @@ class AdoptedBlock(nn.Module):
 
 @cache
 def _adopted_class(own: Any) -> type:
-    own_forward: Callable = own.forward
-
-    @wraps(own_forward)
+    @wraps(own.forward)
     def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
-        return run(self, own_forward, args, kwargs)
+        return run(self, own.forward, args, kwargs)  # which a tool may have replaced since
 
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     return new_class(own.__name__, (AdoptedBlock, own), {}, lambda space: space.update(names, forward=forward, _own=own))

@@ -12,6 +12,7 @@ additions, scales, dropout.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -22,12 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dropout import seeded_dropout
-from ..functional import norm_fn
+from ..norm import norm_fn
 from ..philox import draw_seed
 from ..reference import Norm
 from ..torch_state import has_hooks, is_eager
 
 WATCH: Callable | None = None  # sees each norm and its x and y, and each sum and its result: for `trial`, and checks of rows
+_APPLY = torch.autograd.Function.apply.__code__
 _METADATA = {"shape", "device", "ndim", "size", "dim", "numel", "is_floating_point", "is_nested", "new_empty"}
 
 
@@ -52,6 +54,11 @@ def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, **parts: Any) -> Te
         r = r.view(r.shape)
     r._ahead = Ahead(norm, y, _state(r))
     return r
+
+
+def can_go_along(norm: Any) -> bool:
+    """Whether a kernel may compute a norm before the block calls it: it is a replaced one, and nobody looks at it."""
+    return hasattr(norm, "formula") and not has_hooks(norm) and norm.has_own_forward()
 
 
 def take_ahead(norm: Any, x: Tensor) -> Tensor | None:
@@ -103,11 +110,22 @@ class Lazy:
     dropout_p: float = 0.0
     seed: Tensor | None = None  # there with dropout_p
     x1: Tensor | None = None  # a second branch
+    x1_role: Any = None  # the `blocks.Role` of that
     residual: Tensor | None = None  # x's shape; there where a second branch is to come
 
     def __post_init__(self) -> None:
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
         self._value: Tensor | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # An autograd.Function asks each argument for it, and takes what is no tensor for a constant.
+        if sys._getframe(1).f_code is _APPLY:
+            raise TypeError(
+                "an autograd.Function got what a sublayer of a fused block gave, before its sum, and would lose its gradient. "
+                "Where a flag of the block decides that: set the flag, then call adopt; or leave the block alone with only="
+            )
+        return type(self)
 
     def then(self, **what: Any) -> "Lazy":
         return Lazy(**({name: getattr(self, name) for name in Lazy.__dataclass_fields__} | what))
@@ -126,6 +144,8 @@ class Lazy:
         return self._value
 
     def _compute(self) -> Tensor:
+        if self.is_only_normed():
+            return self.branch_norm.of_tensor(self.x)
         if self.is_plain() and (self.x1 is None or self.residual is None):
             others = [t for t in (self.x1, self.residual) if t is not None]
             return others[0] + self.x if others else self.x
@@ -138,7 +158,7 @@ class Lazy:
         norm, residual = self.next_norm, self.residual
         assert residual is not None
         in_graph = torch.compiler.is_compiling()  # where nobody can tell of what a tensor is a view
-        if norm is None or has_hooks(norm) or (in_graph and self.role.viewed):
+        if norm is None or not can_go_along(norm) or (in_graph and self.role.viewed):
             r = self.tensor()  # a hook gets the sum before the norm, with its whole gradient
         else:
             parts = self
@@ -154,19 +174,30 @@ class Lazy:
 
     def _arguments(self) -> dict[str, Any]:
         """Of `norm_fn`, which adds it up."""
-        rowscale = self.rowscale
-        if self.scale != 1.0:
+        rowscale, gain = self.rowscale, self.branch_weight
+        if self.scale != 1.0 and self.branch_norm is None:
+            gain = self.x.new_full(self.x.shape[-1:], self.scale, dtype=torch.float32) if gain is None else gain * self.scale
+        elif self.scale != 1.0:
             rowscale = self.x.new_ones(self.x.shape[:-1], dtype=torch.float32) if rowscale is None else rowscale
             rowscale = rowscale * self.scale
         found = {
             "x": self.x, "residual": self.residual, "x1": self.x1,
             "rowscale": None if rowscale is None else rowscale.expand(self.x.shape[:-1]),
-            "branch_weight": self.branch_weight, "dropout_p": self.dropout_p, "seed": self.seed,
+            "branch_weight": gain, "dropout_p": self.dropout_p, "seed": self.seed,
         }  # fmt: skip
         if self.branch_norm is not None:
             weight, bias = self.branch_norm.weights()
             found |= {"branch_norm": self.branch_norm.formula.norm, "branch_weight": weight, "branch_bias": bias}
         return found
+
+    def is_only_normed(self) -> bool:
+        return self.branch_norm is not None and self.then(branch_norm=None).is_plain() and self.x1 is None is self.residual
+
+    def transpose(self, a: int, b: int) -> Any:
+        rows_stay = not {a, b} & {-1, self.x.dim() - 1}
+        if rows_stay and self.is_only_normed():
+            return self.then(x=self.x.transpose(a, b))
+        return self.tensor().transpose(a, b)
 
     def is_plain(self) -> bool:
         """Whether nothing is to be done to x before the add."""
@@ -179,6 +210,8 @@ class Lazy:
     def dtype(self) -> torch.dtype:
         if self.residual is not None:
             return self.residual.dtype
+        if self.branch_norm is not None and self.is_only_normed():
+            return self.branch_norm.out_dtype(self.x.dtype)
         dtypes = [t.dtype for t in (self.x, self.branch_weight, self.rowscale) if t is not None]
         return reduce(torch.promote_types, dtypes)
 
@@ -229,7 +262,13 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     if isinstance(b, Lazy):
         if not (a.is_plain() and b.is_plain() and a.x.dtype == b.x.dtype and a.x1 is None and b.x1 is None):
             return a.tensor() + b.tensor() if b.residual is None else add(b, a.tensor())
-        both = a.then(x1=b.x, role=b.role, next_norm=b.next_norm, residual=b.residual if a.residual is None else a.residual)
+        both = a.then(
+            x1=b.x,
+            x1_role=a.role,
+            role=b.role,
+            next_norm=b.next_norm,
+            residual=b.residual if a.residual is None else a.residual,
+        )
         return both.summed() if both.residual is not None else both
     if a.residual is not None or torch.promote_types(a.dtype, b.dtype) != b.dtype:
         return a.tensor() + b

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cross_entropy import cross_entropy_fn
+from ..loss import cross_entropy_fn
 
 _IGNORED = -100
 

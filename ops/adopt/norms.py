@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..functional import norm_fn
 from ..modules import MODULES
+from ..norm import norm_fn
 from . import lazy
 from .blocks import fused_blocks, unfuse
 from .lazy import Lazy, take_ahead
@@ -95,11 +95,11 @@ def _described(module: nn.Module) -> str:
 
 
 @cache
-def _adopted_class(own: type, ours: type) -> type:
+def _adopted_class(own: Any, ours: type) -> type:
     # The module's own methods go first, but a class can't stand before its own subclass.
     bases = (AdoptedNorm, ours) if issubclass(ours, own) else (AdoptedNorm, own, ours)
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__")}
-    body = {"_own": own, "_ours": ours, "__doc__": AdoptedNorm.__doc__, **names}
+    body = {"_own": own, "_recognised": staticmethod(own.forward), "_ours": ours, "__doc__": AdoptedNorm.__doc__, **names}
     return types.new_class(own.__name__, bases, {}, lambda space: space.update(body))
 
 
@@ -135,7 +135,8 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
 class AdoptedNorm(nn.Module):
     """A norm of somebody's model that runs `norm_fn`."""
 
-    _own: type  # the module's class before
+    _own: Any  # the module's class before
+    _recognised: Any  # the forward of that class, when it was recognised
     _ours: type  # `LayerNorm` or `RMSNorm`, for isinstance
     _before: dict[str, Any]  # those of `_OURS` that it had
     formula: Formula
@@ -149,6 +150,8 @@ class AdoptedNorm(nn.Module):
         x = by_name.pop(self.formula.argument, None) if x is None else x
         if x is None or by_name:
             raise TypeError(f"{type(self).__name__}: forward takes {self.formula.argument}; got {[*by_name]}")
+        if not self.has_own_forward():
+            return self._own.forward(self, x)
         if isinstance(x, Lazy):  # in a fused block
             waits = x.residual is None and x.x1 is None and x.is_plain() and self.out_dtype(x.dtype) == x.dtype
             y: Any = x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
@@ -158,6 +161,10 @@ class AdoptedNorm(nn.Module):
         if lazy.WATCH is not None:
             lazy.WATCH(self, x, y)
         return y
+
+    def has_own_forward(self) -> bool:
+        """Whether its class still has the forward that was recognised, which a tool may have replaced since."""
+        return self._own.forward is self._recognised
 
     def of_tensor(self, x: Tensor) -> Tensor:
         y: Any = norm_fn(self.formula.norm, x, *self.weights(), out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))
@@ -182,7 +189,7 @@ class AdoptedNorm(nn.Module):
         """Whether one kernel can norm the sum and do what is to be done to its branch: it has one eps and one offset."""
         if stream.branch_norm is not None:
             return stream.branch_norm.options(stream.x.dtype) == self.options(stream.x.dtype)
-        return stream.branch_weight is None or not self.formula.zero_centered_weight
+        return not self.formula.zero_centered_weight or (stream.branch_weight is None and stream.scale == 1.0)
 
     def reset_parameters(self) -> None:
         """As its own class does it, or else to the norm without weights."""

@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import permutations, product
@@ -141,7 +141,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     with (
         torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), catch_warnings(),
-        torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"), torch.device("cpu"),
+        torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"),
+        nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"),
     ):  # fmt: skip
         simplefilter("ignore")
         torch.set_default_dtype(torch.float32)

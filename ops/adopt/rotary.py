@@ -8,10 +8,8 @@ the model's own module for them. Values and gradients of its rotary function are
 with them afterwards, perhaps on a GPU alone, does not matter.
 """
 
-import copy
 import inspect
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -19,11 +17,13 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .attention import AdoptedAttention, Turn, adopted_class, normed, norms_along, turning, with_names
+from .attention import AdoptedAttention, Turn, adopted_class, norms_along, turning, with_names
+from .lazy import settled
 from .norms import AdoptedNorm
 from .recognise import undisturbed
+from .stand_ins import clone_of
 
 _FUNCTIONS = re.compile("rotary|rope")
 _PAIRS = ((False, "halves"), (True, "halves"), (True, "neighbours"), (False, "once"))  # interleaved, angles
@@ -155,7 +155,7 @@ def _compared(
 
     def both(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
         results = []
-        for outputs in (function(normed(q), normed(k), *args, **kwargs), ours(q, k, *args, **kwargs)):
+        for outputs in (function(settled(q), settled(k), *args, **kwargs), ours(q, k, *args, **kwargs)):
             upstream = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t.dtype) for t in outputs]
             gradients = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True, materialize_grads=True)
             results.append([*outputs, *gradients])
@@ -164,7 +164,7 @@ def _compared(
             if not error <= accepted**2 * size or not (a.dtype == b.dtype or autocast):
                 raise _Left(f"{turn.function} computes something else than rotary_qk_fn")
         names = {part: name for name, part in attention.named_children()}
-        along.add(() if norms_along(q, k) is None else (names[q.norm], names[k.norm]))
+        along.add(() if norms_along(q, k) is None else (names[q.branch_norm], names[k.branch_norm]))
         return results[0][:2]
 
     with torch.no_grad():
@@ -188,25 +188,13 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
     raise _Left("it turns tensors that rotary_qk_fn does not take")
 
 
-def _clone(module: nn.Module) -> nn.Module:
-    """A copy on the CPU without hooks, with small matrices and random weights."""
-    memo: dict[int, Any] = {}
+def _clone(module: nn.Module) -> Any:
+    """With small matrices and random weights."""
 
-    def replace(part: nn.Module) -> None:
-        for name, value in vars(part).items():
-            if name.endswith("_hooks"):
-                memo[id(value)] = OrderedDict()
-            elif not isinstance(value, dict | list | set | Tensor | nn.Module):
-                memo[id(value)] = value
-        memo.update((id(p), nn.Parameter(torch.randn(p.shape))) for p in part._parameters.values() if p is not None)
-        for b in filter(torch.is_tensor, part._buffers.values()):
-            memo[id(b)] = torch.rand(b.shape) if b.is_meta else b.detach().to("cpu", copy=True)
-        for child in part.children():
-            inside, out = getattr(child, "in_features", None), getattr(child, "out_features", None)
-            if isinstance(inside, int) and isinstance(out, int):
-                memo[id(child)] = nn.Sequential(nn.Linear(inside, 8), nn.Linear(8, out))
-            else:
-                replace(child)
+    def small(path: str, part: nn.Module) -> Any:
+        inside, out = getattr(part, "in_features", None), getattr(part, "out_features", None)
+        if isinstance(inside, int) and isinstance(out, int):
+            return nn.Sequential(nn.Linear(inside, 8), nn.Linear(8, out))
+        return None
 
-    replace(module)
-    return copy.deepcopy(module, memo)
+    return clone_of(module, lambda p: torch.randn(p.shape), small)

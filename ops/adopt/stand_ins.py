@@ -1,6 +1,7 @@
 """What a trial puts in the place of sublayers and of their outputs."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
@@ -99,11 +100,37 @@ class SameDropout(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def clone_of(
+    module: nn.Module, random: Callable[[Tensor], Tensor], instead: Callable[[str, nn.Module], Any], path: str = ""
+) -> Any:
+    """A copy on the CPU, in fp32, without hooks and without a forward on an instance.
+
+    Args:
+        random: gives the value of a parameter.
+        instead: of a part's path and the part: another module in its place, or None.
+    """
+    if path and (other := instead(path, module)) is not None:
+        return other
+    clone: Any = object.__new__(type(module))
+    clone.__dict__ |= {name: on_cpu(value) for name, value in module.__dict__.items() if name != "forward"}
+    parts = {n: m and clone_of(m, random, instead, f"{path}.{n}" if path else n) for n, m in module._modules.items()}
+    parameters = {n: None if p is None else nn.Parameter(random(p), p.requires_grad) for n, p in module._parameters.items()}
+    clone.__dict__ |= {
+        name: OrderedDict() for name in clone.__dict__ if name.endswith("_hooks") or name.startswith("_forward_")
+    }
+    clone.__dict__ |= {"_modules": parts, "_parameters": parameters, "gradient_checkpointing": False}
+    clone.__dict__["_buffers"] = {name: on_cpu(b) for name, b in module._buffers.items()}
+    return clone
+
+
 def on_cpu(value: Any) -> Any:
-    """A copy, in fp32."""
+    """A copy, in fp32; some values, where it is on meta."""
     if type(value) in (list, dict, set):
         return copy(value)
     if not isinstance(value, Tensor) or is_lazy(value):
         return value
-    value = torch.zeros_like(value, device="cpu") if value.device.type == "meta" else value.detach().to("cpu", copy=True)
+    if value.is_meta:
+        numbers = torch.linspace(0, 1, value.numel(), device="cpu").view(value.shape)
+        return numbers if value.is_floating_point() else numbers.to(value.dtype)
+    value = value.detach().to("cpu", copy=True)
     return value.float() if value.is_floating_point() else value

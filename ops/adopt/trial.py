@@ -9,7 +9,6 @@ checkpointing. The block itself is not run and not changed; its weights may be a
 
 import inspect
 import re
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,16 +22,16 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
-from ..plan import forget_plans
+from ..kit import forget
 from . import lazy
 from .blocks import Role, fuse
 from .lazy import Lazy, has_rows_of
 from .norms import AdoptedNorm
 from .recognise import undisturbed
-from .stand_ins import Returns, SameDropout, StandIn, on_cpu
+from .results import difference, floats_in
+from .stand_ins import Returns, SameDropout, StandIn, clone_of
 
 _TOKENS = 16
-_TOLERANCE, _BF16_TOLERANCE = 1e-3, 0.05  # of a whole tensor, relative
 _TRIES = 12  # of a block, each of which learns one more thing about what the stand-ins return
 
 
@@ -107,7 +106,7 @@ def _on_reference() -> Iterator[None]:
     finally:
         kernels.INTERPRET = before
         if before:
-            forget_plans()  # which are of the reference
+            forget()  # which are of the reference
         torch.set_num_threads(threads)
 
 
@@ -192,7 +191,10 @@ class _Bench:
             self._compare(like)
             return like
         plan, roles, passed = self._observed([])[0], list[Role](), set[str]()
-        for path in calls:  # in the order in which they return
+        # In the order in which they return. Where two branches are added up, the first may be of use only after the second.
+        for path in (*calls, *(path for path in calls if "." not in path)):
+            if any(role.path == path for role in roles):
+                continue
             for takes in (True, False) if _may_take(self.block.get_submodule(path)) else (False,):
                 more, passes = self._observed([*roles, Role(path, takes)])
                 if more.gain > plan.gain:
@@ -218,7 +220,7 @@ class _Bench:
     def _learnt_calls(self) -> list[str]:
         """Paths of the parts that are called."""
         for _ in range(_TRIES):
-            clone, calls = self._clone(self.block, ""), list[str]()
+            clone, calls = self._clone(), list[str]()
             for path, part in clone.named_modules():
                 if path:
                     part.register_forward_hook(lambda *call, calls=calls, path=path: calls.append(path))
@@ -237,7 +239,7 @@ class _Bench:
         plan, passes, sums = replace(self.empty, norms={}, sums=[]), set[str](), list[_Sum]()
         roles = [replace(role, passes=()) for role in roles]
         for training in (False, True):
-            clone = self._clone(self.block, "")
+            clone = self._clone()
             with torch.enable_grad():
                 x = self.x.clone().requires_grad_() * 1
             paths = {part: path for path, part in clone.named_modules()}
@@ -257,9 +259,9 @@ class _Bench:
                         if has_rows_of(t, one.r) and one.r._version == one.version and not one.norm:
                             one.norm, one.viewed = paths[what], t is not one.r
 
-            takers = [role.path for role in roles if role.takes]  # which have no hook but their own
+            sources = [role.path for role in roles]  # which have no hook but their own
             for part, path in paths.items():
-                if path and path not in takers:
+                if path and path not in sources:
                     part.register_forward_hook(see, with_kwargs=True)
             fuse(clone, replace(self.empty, roles=roles))
             lazy.WATCH = watch
@@ -288,7 +290,7 @@ class _Bench:
             if one.norm == "of another sum" or not (features or one.norm):
                 continue
             plan.gain += 2 + len(features) + bool(one.norm)
-            useful.update((one.role.path, *one.with_waiting))
+            useful.update((one.role.path, *one.with_waiting, *(role.path for role in [one.of.x1_role] if role)))
             if one.norm:
                 plan.norms[one.norm] = _merged(plan.norms.get(one.norm, ()), features)
                 found[one.role.path] = replace(found[one.role.path], next_norm=one.norm, viewed=one.viewed)
@@ -302,7 +304,7 @@ class _Bench:
 
     def _compare(self, plan: Trial) -> None:
         """Raises LeftAlone if a fused clone computes something else."""
-        plain, fused = self._clone(self.block, ""), self._clone(self.block, "")
+        plain, fused = self._clone(), self._clone()
         fuse(fused, plan)
         reentrant = partial(checkpoint, use_reentrant=True)
         for how, training, autocast, through in (
@@ -312,33 +314,37 @@ class _Bench:
         ):  # fmt: skip
             with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, autocast, cache_enabled=False):
                 wanted, found = (self._results(clone, training, through) for clone in (plain, fused))
-            _check_same(wanted, found, _BF16_TOLERANCE if autocast else _TOLERANCE, how)
+            if differs := difference(wanted, found, torch.bfloat16 if autocast else torch.float32):
+                raise LeftAlone(f"when its sums are computed with its norms, {differs}, {how}")
 
     def _runs(self) -> bool:
         try:
-            self._run(self._clone(self.block, ""), self.x, training=True)
+            self._run(self._clone(), self.x, training=True)
         except Exception:  # anybody's code
             return False
         return True
 
-    def _results(self, clone: nn.Module, training: bool, through: Any = None) -> list[Tensor | None]:
+    def _results(self, clone: nn.Module, training: bool, through: Any = None) -> dict[str, Tensor]:
         """Outputs, what the block keeps as attributes, and all their gradients."""
         leaf = self.x.clone().requires_grad_()
-        parameters = [p.requires_grad_() for p in clone.parameters()]
+        leaves = {"its input": leaf} | {name: p.requires_grad_() for name, p in clone.named_parameters()}
         x = leaf * 1
-        outputs = [t for t in _tensors(self._run(clone, x, training, through)) if t.is_floating_point()]
+        found = floats_in(self._run(clone, x, training, through), "its output")
         if x._version:
             raise LeftAlone("it changes the stream that it gets in place")
-        held = [value for module in clone.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-        kept = [value for value in held if not (value.is_leaf or through)]
-        for t in (leaf, *parameters, *kept):
+        for path, module in clone.named_modules():
+            kept = floats_in(
+                {f"{path}.{name}": t for name, t in vars(module).items() if isinstance(t, Tensor)}, "what it keeps"
+            )
+            leaves |= {name: t for name, t in kept.items() if not (t.is_leaf or through)}
+            found |= kept
+        for t in leaves.values():
             t.grad = None
-        for t in kept:
             t.retain_grad()
-        differentiable = [y for y in outputs if y.requires_grad]
-        seeds = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape).cos() for y in differentiable]
-        torch.autograd.backward(differentiable, seeds)
-        return [*outputs, *kept, *[t.grad for t in (leaf, *parameters, *kept)]]
+        backward = [y for name, y in found.items() if name.startswith("its output") and y.requires_grad]
+        seeds = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape).cos() for y in backward]
+        torch.autograd.backward(backward, seeds)
+        return found | {f"the gradient of {name}": t.grad for name, t in leaves.items() if t.grad is not None}
 
     def _run(self, clone: nn.Module, x: Tensor, training: bool, through: Any = None) -> Any:
         for module in clone.modules():
@@ -351,33 +357,16 @@ class _Bench:
 
         return through(forward, x) if through else forward(x)
 
-    def _clone(self, module: nn.Module, path: str) -> Any:
-        if not path:
-            self.generator.manual_seed(0)
-        if path and path not in self.inside and not _runs(module):
+    def _clone(self) -> Any:
+        """The block with random weights and with stand-ins."""
+        self.generator.manual_seed(0)
+
+        def stand_in(path: str, module: nn.Module) -> Any:
+            if path in self.inside or _runs(module):
+                return None
             return StandIn(module, path, self.numbers.setdefault(path, len(self.numbers)), self.returns)
-        clone: Any = object.__new__(type(module))
-        clone.__dict__ |= {name: on_cpu(value) for name, value in module.__dict__.items() if name != "forward"}
-        hooks = [name for name in clone.__dict__ if name.endswith("_hooks") or name.startswith("_forward_")]
-        clone.__dict__ |= {
-            **{name: OrderedDict() for name in hooks},
-            "_parameters": {name: self._random(p) for name, p in module._parameters.items()},
-            "_buffers": {name: on_cpu(b) for name, b in module._buffers.items()},
-            "_modules": {n: m and self._clone(m, f"{path}.{n}" if path else n) for n, m in module._modules.items()},
-            "gradient_checkpointing": False,
-        }
-        return clone
 
-    def _random(self, p: Tensor | None) -> Tensor | None:
-        return None if p is None else nn.Parameter(torch.randn(p.shape, generator=self.generator), requires_grad=False)
-
-
-def _check_same(wanted: list[Tensor | None], found: list[Tensor | None], tolerance: float, how: str) -> None:
-    if len(wanted) != len(found):
-        raise LeftAlone(f"it returns other things when its sums are computed with its norms, {how}")
-    for a, b in zip(wanted, found, strict=True):
-        if not (a is b is None or (a is not None is not b and a.dtype == b.dtype and _close(a, b, tolerance))):
-            raise LeftAlone(f"it computes something else when its sums are computed with its norms, {how}")
+        return clone_of(self.block, lambda p: torch.randn(p.shape, generator=self.generator), stand_in).requires_grad_(False)
 
 
 def _features(of: Lazy) -> tuple[str, ...]:
@@ -390,16 +379,3 @@ def _features(of: Lazy) -> tuple[str, ...]:
 
 def _merged(*features: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for some in features for name in some))
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, tuple | list | dict):
-        return [t for one in (output.values() if isinstance(output, dict) else output) for t in _tensors(one)]
-    return [output] if isinstance(output, Tensor) else []
-
-
-def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
-        return False
-    a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (a, b))
-    return bool((a - b).norm() <= tolerance * a.norm() + 1e-9)

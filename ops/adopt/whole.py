@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import AdoptedAttention
-from .blocks import AdoptedBlock, fuse, fused_blocks, unfuse
+from .blocks import AdoptedBlock, fuse, fused_blocks
 from .loss import calls_loss, replace_loss, restore_loss
 from .norms import AdoptedNorm, Site, replace_norms, restore_norms
+from .results import difference, floats_in
 from .rotary import replace_rotary, restore_rotary
 from .trial import Trial, try_block
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a whole tensor, relative; 0.05 for the others
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass
@@ -96,8 +96,8 @@ def adopt(
         raise TypeError(f"adopt: model is a {type(model).__name__}, expected a module; put blocks into an nn.ModuleList")
     if only is not None and not callable(only):
         raise TypeError(f"adopt: only is {only!r}, expected a function of name and module: only=lambda name, module: …")
-    undo = _undoing(model)
     wanted = None if batch is None else _results(model, batch)
+    undo = _undoing(model)
     found = Adoption(model)
     try:
         found.norms = replace_norms(model, only=only, verbose=False)
@@ -113,13 +113,13 @@ def adopt(
         if blocks and not found.blocks and not found.left and any(site.fused for site in found.norms):
             found.notes.append("no block found: no module's forward takes the stream first and adds to what its norms get")
         found.notes += _functional_norms(model)
-        difference = "" if wanted is None else _difference(wanted, _results(model, batch))
+        differs = "" if wanted is None else difference(wanted, _results(model, batch))
     except BaseException:
         undo()
         raise
-    if difference:
+    if differs:
         undo()
-        found = Adoption(model, notes=[f"all undone: {difference}"])
+        found = Adoption(model, notes=[f"all undone: {differs}"])
     if verbose:
         print(found)
     return found
@@ -161,19 +161,17 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
 
 
 def _undoing(model: nn.Module) -> Callable[[], None]:
-    """A function that undoes what is adopted from now on."""
-    before = {m for m in model.modules() if isinstance(m, AdoptedNorm | AdoptedAttention)} | {*fused_blocks(model).values()}
-    loss = getattr(model, "loss_function", None)
+    """A function that gives every module the class, attributes and hooks back that it has now."""
+    kept = [(m, type(m), dict(vars(m)), {name: dict(vars(m)[name]) for name in _HOOKS}) for m in model.modules()]
 
     def undo() -> None:
-        for block in fused_blocks(model).values():
-            if block not in before:
-                unfuse(block)
-        new = [m for m in model.modules() if m not in before]
-        restore_rotary(nn.ModuleList(m for m in new if isinstance(m, AdoptedAttention)))
-        restore_norms(nn.ModuleList(m for m in new if isinstance(m, AdoptedNorm)), verbose=False)
-        if getattr(model, "loss_function", None) is not loss:
-            restore_loss(model, verbose=False)
+        for module, own, attributes, hooks in kept:
+            module.__class__ = own
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, before in hooks.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(before)
 
     return undo
 
@@ -225,50 +223,18 @@ def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
             torch.manual_seed(0)
             model.eval()
             args = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
-            output = model(*args, **(batch if isinstance(batch, Mapping) else {}))
-            tensors = {f"output{path}": t for path, t in _tensors(output) if t.is_floating_point()}
-            scalars = [t for t in tensors.values() if t.dim() == 0]
-            loss = (
-                scalars[0]
-                if scalars
-                else sum(
-                    (t.float() * torch.linspace(-1, 1, t.numel(), device=t.device).view(t.shape)).sum()
-                    for t in tensors.values()
-                )
-            )
+            found = floats_in(model(*args, **(batch if isinstance(batch, Mapping) else {})), "output")
+            live = [y for y in found.values() if y.requires_grad]
+            live = [y for y in live if y.dim() == 0][:1] or live  # its loss
+            upstream = [torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype).cos() for y in live]
             gradients: Any = [None] * len(parameters)
-            if isinstance(loss, Tensor) and loss.requires_grad:
-                gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            if live and parameters:
+                gradients = torch.autograd.grad(live, [*parameters.values()], upstream, allow_unused=True)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    found = {name: t.detach().clone() for name, t in tensors.items()}
-    return found | {f"gradient of {name}": g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-
-
-def _tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(output, Tensor):
-        yield path, output
-    elif isinstance(output, Mapping):
-        for name, one in output.items():
-            yield from _tensors(one, f"{path}.{name}")
-    elif isinstance(output, tuple | list):
-        for i, one in enumerate(output):
-            yield from _tensors(one, f"{path}[{i}]")
-
-
-def _difference(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> str:
-    """In words, what differs; empty if nothing does."""
-    for name in dict.fromkeys((*wanted, *found)):
-        if name not in wanted or name not in found:
-            return f"{name} is there {'before' if name in wanted else 'after'} alone"
-        a, b = wanted[name], found[name]
-        if a.shape != b.shape:
-            return f"{name} has shape {tuple(b.shape)}, before it had {tuple(a.shape)}"
-        error = float((b.double() - a.double()).nan_to_num().norm() / a.double().nan_to_num().norm().clamp_min(1e-9))
-        if error > _TOLERANCE.get(a.dtype, 0.05):
-            return f"{name} is off by {error:.2g} of its size"
-    return ""
+    named = {f"gradient of {name}": g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+    return {name: t.detach().clone() for name, t in (found | named).items()}
 
 
 def _functional_norms(model: nn.Module) -> list[str]:

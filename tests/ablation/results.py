@@ -7,7 +7,7 @@ import numpy as np
 
 from ablation.records import Ablation, ArmTimes, Attribution, Cell, Kernel, Parity, Share
 from ablation.rounding import Distances, Quantity
-from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion
+from measure.comparison import AGAIN, FUSED, TORCH, TWIN, compare_all, conclusion, is_twin
 from measure.statistics import Interval
 
 ENVIRONMENT = {
@@ -44,17 +44,17 @@ def cell(overrides: dict[str, str], mode: str, speedup: float, kernels: bool, se
     draw = np.random.default_rng(seed)
     torch_ms = {"eager": 131.7, "compiled": 104.2, "graph": 52.0, "compiled graph": 44.0}[mode]
     drift = np.repeat(draw.normal(1, 0.004, 12), 2)  # of a cycle
-    gains = {TORCH: 1.0, AGAIN: 1.0, "compiled": (1 + speedup) / 2, FUSED: speedup}
-    names = arms or ([TORCH, AGAIN, FUSED] if "compiled" in mode else list(gains))
+    gains = {TORCH: 1.0, AGAIN: 1.0, "compiled": (1 + speedup) / 2, FUSED: speedup, FUSED + TWIN: speedup}
+    names = arms or ([TORCH, AGAIN, FUSED, FUSED + TWIN] if "compiled" in mode else list(gains))
     blocks = {name: [list(torch_ms / gains[name] * at * (1 + draw.gamma(2, 0.002, 20))) for at in drift] for name in names}
     times = {}
     for at, (name, of) in enumerate(blocks.items()):
-        peak_gb, launches = (31.2, 1432) if name == FUSED else (39.7, 1874)
+        peak_gb, launches = (31.2, 1432) if name in (FUSED, FUSED + TWIN) else (39.7, 1874)
         on_gpu = (peak_gb, launches) if kernels else (None, None)
         times[name] = ArmTimes(of, [len(names) * block + at for block in range(24)], *on_gpu)
     made = Cell(overrides, mode, 32768, times, FUSED, compare_all(blocks), "")
-    verdict = conclusion(FUSED, {base: made.against(base) for base in made.opponents}, made.control)
-    profile = attribution({name: torch_ms / gains[name] for name in names if name != AGAIN}) if kernels else None
+    verdict = conclusion(FUSED, {base: made.against(base) for base in made.opponents}, *made.controls)
+    profile = attribution({name: torch_ms / gains[name] for name in names if not is_twin(name)}) if kernels else None
     return replace(made, verdict=verdict, attribution=profile)
 
 
@@ -79,9 +79,8 @@ def parity_of(overrides: dict[str, str], seeds: int = 3, holds: bool = True) -> 
         seeds=list(range(1, seeds + 1)),
         steps=60,
         quantities=[Quantity(name, Interval(far, far - 0.08, far + 0.09), Interval(0.99, 0.93, 1.06), holds) for name in names],
-        val_loss={arm: [4.1 + 0.01 * seed for seed in range(seeds)] for arm in ("reference", TORCH, FUSED, "reordered")},
+        val_loss={arm: [4.1 + 0.01 * seed for seed in range(seeds)] for arm in ("reference", TORCH, FUSED, "reordered 0")},
         val_difference=Interval(-0.0003, -0.0011, 0.0006),
-        val_spread=0.012,
         holds=holds,
         verdict="Parity holds: as far as others." if holds else "Parity fails: the loss is 7.4 × as far as expected.",
         distances={name: [Distances(far, 0.99, -0.01, 0.02)] * seeds for name in names},

@@ -31,13 +31,13 @@ def test_a_run_for_each_arm_and_a_summary_in_one_group_and_a_server_that_does_no
     cfg = composed([*tiny, "logging.wandb=online", "logging.tags=[mine]", "logging.group=norms"])
     found = results.ablation([{}], modes=["eager"])
     said = tracking.log(found, [Variant(cfg, {}, {})], tmp_path)
-    assert asked == (["online"] * 5 if answers else ["online", *["offline"] * 5])
+    assert asked == (["online"] * 6 if answers else ["online", *["offline"] * 6])
     assert said == "online (project prenorm)" if answers else "connection refused" in said and said.startswith("offline")
     *arms, summary = runs
     assert {run.group for run in runs} == {"norms"} and all({"mine", "ablation"} <= set(run.tags) for run in runs)
     names = [run.called.partition("/")[2] for run in runs]
-    assert names == ["eager_torch", "eager_torch-again", "eager_compiled", "eager_fused", "summary"]
-    assert [run.config["norm"]["impl"] for run in arms] == ["torch", "torch", "compiled", "fused"]
+    assert names == ["eager_torch", "eager_torch-again", "eager_compiled", "eager_fused", "eager_fused-again", "summary"]
+    assert [run.config["norm"]["impl"] for run in arms] == ["torch", "torch", "compiled", "fused", "fused"]
     (cell,) = found.cells
     for run, times in zip(arms, cell.arms.values(), strict=True):
         logged = [(call.kwargs["step"], call.args[0]["perf/step_ms"]) for call in run.log.call_args_list]

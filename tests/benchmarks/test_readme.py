@@ -116,7 +116,7 @@ def test_fingerprints_change_with_the_files_that_what_is_measured_is_made_of_but
     assert changed_by("model/gpt.py", code) == ["step", "ranks"]
     assert changed_by("model/gpt.py", '# new\ndef f(x):\n    """Another."""\n    return "# 3" + x\n') == []
     assert changed_by("model/gpt.py", code.replace("# 3", "# 4")) == ["step", "ranks"]
-    assert changed_by("ops/functional.py") == ["calls"]
+    assert changed_by("ops/norm.py") == ["calls"]
 
 
 def test_the_lead_picture_and_that_of_the_norms_are_drawn_beside_their_records(folder, monkeypatch):

@@ -8,7 +8,18 @@ import pytest
 
 from configs.schema import AblateConfig
 from measure import schedule
-from measure.comparison import AGAIN, FUSED, TORCH, Comparison, compare_all, compare_blocks, conclusion, is_different
+from measure.comparison import (
+    AGAIN,
+    FUSED,
+    TORCH,
+    TWIN,
+    Comparison,
+    compare_all,
+    compare_blocks,
+    conclusion,
+    is_different,
+    stalls,
+)
 from measure.statistics import Interval
 
 ARMS = (TORCH, AGAIN, FUSED)
@@ -71,8 +82,9 @@ def test_a_real_difference_is_found_and_equal_arms_are_seldom_called_different()
     assert is_different(found, compare_blocks(torch, again)) and found.speedup.median == pytest.approx(10 / 9, abs=0.01)
 
 
-def comparison(low, median, high):
-    return Comparison(Interval(0.0, 0.0, 0.0), Interval(median, low, high))
+def comparison(low, median, high, mean=None):
+    found = Interval(median, low, high)
+    return Comparison(Interval(0.0, 0.0, 0.0), found, mean or found)
 
 
 CONTROL, NAN = comparison(0.998, 1.000, 1.002), comparison(*[float("nan")] * 3)
@@ -87,6 +99,11 @@ CONTROL, NAN = comparison(0.998, 1.000, 1.002), comparison(*[float("nan")] * 3)
         (comparison(1.0005, 1.0015, 1.003), CONTROL, "no difference found .*, and A/A shows as much"),
         (comparison(1.01, 1.02, 1.03), comparison(0.97, 0.98, 0.99), "no difference found .* leaves out 1: intervals here"),
         (comparison(1.14, 1.15, 1.16), comparison(1.002, 1.003, 1.005), "^fused 1.150 .* leaves out 1: intervals here"),
+        (
+            comparison(1.01, 1.02, 1.03, Interval(0.78, 0.77, 0.80)),
+            CONTROL,
+            "no difference found .*, and that of all steps does not agree; of all steps together, some of which stall, 0.780 ×",
+        ),
         (NAN, CONTROL, "no conclusion"),
         (comparison(1.19, 1.20, 1.21), NAN, "no difference found"),
     ],
@@ -96,9 +113,21 @@ def test_a_speedup_is_claimed_only_beyond_chance_and_beyond_the_control(fused, c
     assert is_different(fused, control) == said.startswith("^fused")
 
 
-def test_every_pair_is_compared_once_and_the_control_with_torch_alone():
-    pairs = compare_all({name: [[10.0 / gain]] * 4 for name, gain in ((TORCH, 1), (AGAIN, 1), ("compiled", 2), (FUSED, 4))})
-    assert {base: list(of) for base, of in pairs.items()} == {TORCH: [AGAIN, "compiled", FUSED], "compiled": [FUSED]}
+def test_a_stall_in_every_twentieth_step_is_found_and_told():
+    draw = np.random.default_rng(0)
+    torch, again, fused = (draw.normal(10, 0.1, (24, 20)) for _ in range(3))
+    fused[:, 7] += 200.0
+    found = compare_blocks(torch.tolist(), fused.tolist())
+    assert found.speedup.median == pytest.approx(1.0, abs=0.01) and found.mean_speedup.high < 0.6
+    assert "some of which stall, 0.50" in conclusion(FUSED, {TORCH: found}, compare_blocks(torch.tolist(), again.tolist()))
+    assert stalls(fused.tolist()) == (24, pytest.approx(210 / 400, abs=0.01)) and stalls(torch.tolist()) == (0, 0.0)
+
+
+def test_every_pair_is_compared_once_and_a_control_with_its_own_arm_alone():
+    gains = ((TORCH, 1), (AGAIN, 1), ("compiled", 2), (FUSED, 4), (FUSED + TWIN, 4))
+    pairs = compare_all({name: [[10.0 / gain]] * 4 for name, gain in gains})
+    of = {base: list(arms) for base, arms in pairs.items()}
+    assert of == {TORCH: [AGAIN, "compiled", FUSED], "compiled": [FUSED], FUSED: [FUSED + TWIN]}
     assert [pairs[TORCH][FUSED].speedup.median, pairs["compiled"][FUSED].speedup.median] == [4, 2]
     said = conclusion(FUSED, {"compiled": comparison(1.03, 1.04, 1.05), TORCH: comparison(1.19, 1.20, 1.21)}, CONTROL)
     fastest = "fused 1.040 × (95 % 1.030 to 1.050) as fast as compiled, the fastest other arm; against torch 1.200 ×"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import Norm, dropout, dropout_mask, launch, norm_fn, operators, plan
+from ops import Norm, dropout, dropout_mask, kit, norm, norm_fn
 from ops.philox import keep_scale
 from ops.reference import NORMS
 
@@ -114,9 +114,9 @@ def inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
             tensors["branch_weight"] = tensor(n, case.weight, 0.3, 0.0 if case.zero_centered else 1.0)
         if case.bias:
             tensors["branch_bias"] = tensor(n, case.weight or FP32, 0.3)
-    for name, norm in (("scalars", case.norm), ("branch_scalars", case.branch)):
-        if norm is not None and norm.scalars:
-            tensors[name] = tensor(norm.scalars, case.weight or FP32, 0.1, 0.5)
+    for name, kind in (("scalars", case.norm), ("branch_scalars", case.branch)):
+        if kind is not None and kind.scalars:
+            tensors[name] = tensor(kind.scalars, case.weight or FP32, 0.1, 0.5)
     if case.rowscale != "none":
         for i in ("", "1") if "x1" in tensors else ("",):
             tensors[f"rowscale{i}"] = tensor(m, FP32, 0.5, 1.0, grad=case.rowscale == "learned")
@@ -131,22 +131,15 @@ def arguments(case: Case) -> dict:
     }  # fmt: skip
 
 
-def forget():
-    """Launches and plans are remembered with tiles, kernels and devices, which tests replace."""
-    plan._plans.clear()
-    launch.forward_call.cache_clear()
-    launch.backward_call.cache_clear()
-
-
 @contextmanager
 def reference_path():
     """Calls take the PyTorch reference, whatever the device."""
-    forget()
+    kit.forget()
     with ExitStack() as stack:
-        for module in (dropout, plan):
+        for module in (dropout, norm):
             stack.enter_context(mock.patch.object(module, "runs_kernels", return_value=False))
         yield
-    forget()
+    kit.forget()
 
 
 def unfused(
@@ -244,7 +237,7 @@ class Seen(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == operators.NAMESPACE:
+        if func.namespace == kit.NAMESPACE:
             self.names.append(func.name().split("::")[1])
         return func(*args, **(kwargs or {}))
 

@@ -3,10 +3,9 @@ import pytest
 import torch
 import triton.language as tl
 
-from ops import kernels, launch
-from ops.kernels import exchange
+from ops import kernels, kit, norm
+from ops.kernels import backward, exchange
 
-from .cases import forget
 from .tiles import TwiceIfSplit, fitted, read_at_once
 
 
@@ -18,28 +17,27 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def fresh_launches():
-    forget()
+    kit.forget()
     yield
-    forget()
+    kit.forget()
 
 
 @pytest.fixture
 def use_tile(monkeypatch):
     """A function: from now on, launches in both directions get this tile."""
-    facts = launch.device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    facts = kit.device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if kernels.INTERPRET:
-        monkeypatch.setattr(launch, "norm_backward_kernel", TwiceIfSplit(launch.norm_backward_kernel))
+        monkeypatch.setattr(backward, "norm_backward_kernel", TwiceIfSplit(backward.norm_backward_kernel))
         monkeypatch.setattr(exchange, "wait_for_words", read_at_once)
         # So long that no word takes the place of another. Loops count in plain ints there, which know no constexpr.
-        monkeypatch.setattr(launch, "RING", tl.constexpr(64))
         monkeypatch.setattr(exchange, "RING", 64)
 
     def use(tile):
         if kernels.INTERPRET:  # two groups of programs that share rows, so that each has several
-            monkeypatch.setattr(launch, "device_facts", lambda device: facts._replace(multiprocessors=2 * tile.slices))
+            monkeypatch.setattr(kit, "device_facts", lambda device: facts._replace(multiprocessors=2 * tile.slices))
         for name in ("forward_tile", "backward_tile"):
-            monkeypatch.setattr(launch, name, lambda n, work, device, name=name: fitted(tile, n, work, facts, name))
-        forget()
+            monkeypatch.setattr(norm, name, lambda n, work, device, name=name: fitted(tile, n, work, facts, name))
+        kit.forget()
 
     return use
 

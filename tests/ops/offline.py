@@ -31,9 +31,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import ops
-from ops import Norm, launch, tiling
+from ops import Norm, kit, norm, tiling
 
-from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, forget, inputs, ours
+from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, inputs, ours
 
 WIDTHS = [1000, 2304, 64, 4096, 12288, 32768]
 ALL_WIDTHS = [
@@ -76,7 +76,7 @@ NO_GPU: Any = SimpleNamespace(
 )
 
 
-class OfflineLauncher(launch.Launcher):
+class OfflineLauncher(kit.Launcher):
     """Compiles what it is asked to start, through Triton's own look at the arguments."""
 
     found: list[dict] = []  # noqa: RUF012
@@ -151,10 +151,10 @@ def noted(choose: Callable[..., tiling.Tile], *arguments: Any) -> tiling.Tile:
 
 def prepare() -> None:
     driver.set_active(NO_GPU)
-    launch.Launcher = OfflineLauncher  # type: ignore[misc]
-    launch.device_facts = lambda device: tiling.H200  # type: ignore[assignment]
+    kit.Launcher = OfflineLauncher  # type: ignore[misc]
+    kit.device_facts = lambda device: tiling.H200  # type: ignore[assignment]
     for name in ("forward_tile", "backward_tile"):
-        setattr(launch, name, partial(noted, getattr(launch, name)))
+        setattr(norm, name, partial(noted, getattr(norm, name)))
     for module in [module for name, module in sys.modules.items() if name.startswith(ops.__name__ + ".")]:
         if hasattr(module, "runs_kernels"):
             module.runs_kernels = lambda device: True  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def prepare() -> None:
 def compile_case(case: Case) -> list[dict]:
     """What compiling its launches found, in their order."""
     OfflineLauncher.found.clear()
-    forget()
+    kit.forget()
     try:
         ours(inputs(case, torch.device("cpu")), case)
     except Exception as error:

@@ -1,23 +1,30 @@
-"""What holds for rotary positions, softmax and cross-entropy alike: torch.compile, torch.func, gradients of gradients."""
+"""What holds for every operator. A new one has its call and the same in PyTorch's operations in CALLS."""
+
+import gc
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, library
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ops import (
-    Norm,
-    cross_entropy,
     cross_entropy_fn,
+    dropout_mask,
+    kit,
     linear_cross_entropy_fn,
     log_softmax_fn,
-    rotary_operators,
+    rms_norm_fn,
     rotary_qk_fn,
     rotary_qkv_fn,
-    softmax,
+    seeded_dropout,
     softmax_fn,
 )
+
+from .cases import BF16, FP32, Seen
 
 
 def targets(x: Tensor) -> Tensor:
@@ -58,6 +65,11 @@ CALLS = {
         lambda x, w: linear_cross_entropy_fn(x, w.repeat(9, 1).tril(), targets(x), chunks=2),
         lambda x, w: F.cross_entropy((x @ w.repeat(9, 1).tril().mT).flatten(0, -2), targets(x).flatten()),
     ),
+    "rms_norm_fn": (lambda x, w: rms_norm_fn(x, w, None, x), lambda x, w: F.rms_norm(x + x, (64,), w, 1e-6)),
+    "seeded_dropout": (
+        lambda x, w: seeded_dropout(x * w, 0.5, 3),
+        lambda x, w: x * w * 2 * dropout_mask(3, x.shape[:-1].numel(), 64, 0.5, device=x.device).view(x.shape),
+    ),
     "rotary_qkv_fn": (rotary_qkv, lambda x, w: rotated(x, w, True)),
     "rotary_qk_fn": (rotary_qk, lambda x, w: rotated(x, w, False)),
 }
@@ -93,7 +105,7 @@ def test_compiled_code_gives_the_bits_of_eager_code_without_a_graph_break(name, 
     assert counts[0] == counts[1]  # nothing is compiled again for another number of rows
 
 
-@every_call
+@pytest.mark.parametrize("name", CALLS.keys() - {"seeded_dropout"})  # which is linear
 def test_gradients_of_gradients_are_refused(name, device):
     ours, tensors = CALLS[name][0], examples(device)
     y = ours(*tensors)
@@ -119,19 +131,71 @@ def test_torch_func_differentiates_and_maps(name, transform, device):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_opcheck(device):
-    x, w = examples(device)
-    rows, options = x.flatten(0, 1), (1, -100, 0.0, 0.0, 0.0)
-    library.opcheck(softmax.softmax_op, (x, w > 0, 2.0, False))
-    library.opcheck(cross_entropy.cross_entropy_op, (rows.detach().requires_grad_(), targets(rows), *options))
-    matrix = torch.randn(8, 64, device=device, requires_grad=True)
-    library.opcheck(cross_entropy.linear_op, (rows.detach(), matrix, targets(rows), 2, torch.float32, False, False, *options))
-    qkv, options = x.detach(), (2, 1, int(Norm.layernorm), 0.1, False, False)
-    q, k, v = (t.contiguous() for t in qkv.unflatten(-1, (4, 16)).split((2, 1, 1), dim=-2))
-    tables = (*angles(qkv, -2), None, *[w[:16].detach()] * 4)
-    for given, dv in (((qkv, None, *tables), v), ((q, k, *tables), None)):
-        library.opcheck(rotary_operators.rotary_forward, (*given, *options))
-        library.opcheck(rotary_operators.rotary_backward, (q, k, dv, *given, *options, [True, False, True, True]))
+class Recorded(Seen):
+    """Notes the arguments of our operators too."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == kit.NAMESPACE:
+            self.calls.append((func, ([t.detach().clone() for t in args[0]], args[1])))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@every_call
+def test_opcheck(name, device):
+    tensors = examples(device)
+    with Recorded() as seen:
+        y = CALLS[name][0](*tensors)
+        torch.autograd.grad(y, tensors, torch.ones_like(y))
+    assert [func.name().split("_")[-1] for func, _ in seen.calls] == ["forward", "backward"]
+    for func, arguments in seen.calls:
+        library.opcheck(func, arguments)
+    (forward, (given, text)), _ = seen.calls
+    op = getattr(torch.ops, kit.NAMESPACE).__getattr__(forward.name().split("::")[1].removesuffix("_forward")).default
+    library.opcheck(op, ([t.requires_grad_(t.is_floating_point() and t.shape != (3, 8)) for t in given], text))
+
+
+def test_every_operator_is_among_these_calls(device):
+    names = set()
+    for ours, _ in CALLS.values():
+        with Seen() as seen:
+            ours(*examples(device))
+        names |= {name.removesuffix("_forward") for name in seen.names}
+    assert names == {op.name for op in kit.Op.__subclasses__()}
+
+
+@every_call
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_values_and_gradients_are_those_of_fp64_for_any_rows_dtype_strides_and_frozen_inputs(name, device, data):
+    ours, theirs = CALLS[name]
+    dtype, apart, frozen = data.draw(st.tuples(st.sampled_from([FP32, BF16]), st.booleans(), st.sampled_from([None, 0, 1])))
+    x, w = (t.detach().to(dtype) for t in examples(device, data.draw(st.integers(0 if "linear" not in name else 1, 3))))
+    x = x.repeat_interleave(2, dim=-1)[..., ::2] if apart else x
+    found, exact = [], []
+    for fn, wide, results in ((ours, dtype, found), (theirs, torch.float64, exact)):
+        tensors = [t.to(wide).requires_grad_(i != frozen) for i, t in enumerate((x, w))]
+        y = fn(*tensors)
+        leaves = [t for t in tensors if t.requires_grad]
+        upstream = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(dtype).to(y.dtype)
+        results += [y, *torch.autograd.grad(y, leaves, upstream)]
+    for t, expected in zip(found, exact, strict=True):
+        error = (t.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+        assert t.shape == expected.shape and (error <= {FP32: 2e-5, BF16: 3e-2}[dtype] or not expected.any())
+
+
+@every_call
+def test_what_is_remembered_of_a_call_holds_no_tensor(name, device):
+    tensors = examples(device)
+    y = CALLS[name][0](*tensors)
+    gradients = torch.autograd.grad(y, tensors, torch.ones_like(y))
+    alive = [weakref.ref(t) for t in (*tensors, y, *gradients)]
+    del tensors, y, gradients
+    gc.collect()
+    assert not any(t() is not None for t in alive)
 
 
 X, LEAF, TARGETS = torch.zeros(4, 6, 8), torch.zeros(4, 6, 8, requires_grad=True), torch.zeros(4, 6, dtype=torch.int64)

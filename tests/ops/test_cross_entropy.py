@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import cross_entropy, cross_entropy_fn, cross_entropy_launch, kernels, linear_cross_entropy_fn
-from ops.cross_entropy_launch import LossTile, loss_tile, streaming_tile
+from ops import cross_entropy_fn, kernels, linear_cross_entropy_fn
+from ops import loss as loss_module
+from ops.loss import LossTile, loss_tile, streaming_tile
 
 from .cases import BF16, FP16, FP32, covering
 
@@ -91,7 +92,7 @@ def test_loss_and_gradient_are_those_of_the_definition(device, case):
 )
 def test_every_tile_reads_every_logit_and_writes_no_other(device, case, monkeypatch):
     dtype, width, first = case["dtype"], case["width"], case["first"]
-    monkeypatch.setattr(cross_entropy_launch, "loss_tile", lambda *_: case["tile"])
+    monkeypatch.setattr(loss_module, "loss_tile", lambda *_: case["tile"])
     around = torch.full((first + 6, width), 7.0, device=device, dtype=dtype)  # a row before and behind is somebody else's
     logits, targets = example(device, (5, width), dtype)
     around[first : first + 5] = logits
@@ -137,7 +138,7 @@ def test_targets_of_both_dtypes_and_any_ignored_number(device):
 @pytest.mark.parametrize("kernels", [False, kernels.INTERPRET])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_targets_out_of_range_raise_on_the_cpu(loss, kernels, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: kernels)
+    monkeypatch.setattr(loss_module, "runs_kernels", lambda device: kernels)
     for wrong in (30, -1):
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
             LOSSES[loss](torch.randn(2, 4), torch.randn(30, 4, requires_grad=True), torch.tensor([3, wrong]))
@@ -226,7 +227,7 @@ def test_the_product_computes_only_gradients_that_are_asked_for(device):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("rows", [0, 3])
 def test_where_no_target_counts_every_loss_and_gradient_is_pytorchs(device, rows, reduction, divided, kernels, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda device: kernels)
+    monkeypatch.setattr(loss_module, "runs_kernels", lambda device: kernels)
     targets = torch.full((rows,), -100, device=device)
     for how in ({}, {"label_smoothing": 0.1}):
         found = {}

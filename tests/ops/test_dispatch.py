@@ -8,19 +8,19 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
-from ops import Norm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn, operators, rms_norm_fn, seeded_dropout
-from ops.records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, names_of, present
+from ops import Norm, dropout_mask, kit, layer_norm_fn, layer_norm_linear_fn, norm_fn, rms_norm_fn, seeded_dropout
+from ops.kit import names_of, present
+from ops.norm import NORM
+from ops.records import BackwardInputs, Gradients, Inputs, Options
 
 from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outputs_and_gradients
 
 HOW = Options(
-    eps=1e-5, dropout_p=0.25, norm=int(Norm.layernorm), branch=False, branch_norm=int(Norm.none), residual_scale=1.0,
+    eps=1e-5, dropout_p=0.25, norm=Norm.layernorm, branch=False, branch_norm=Norm.none, residual_scale=1.0,
     zero_centered_weight=False, out_dtype=BF16, residual_dtype=FP32,
     store_residual=True, statistics=2, branch_statistics=0, return_mask=True, return_statistics=False, passes_residual=False,
 )  # fmt: skip
-PLAIN = HOW._replace(
-    dropout_p=0.0, norm=int(Norm.rmsnorm), out_dtype=FP32, store_residual=False, statistics=1, return_mask=False
-)
+PLAIN = HOW._replace(dropout_p=0.0, norm=Norm.rmsnorm, out_dtype=FP32, store_residual=False, statistics=1, return_mask=False)
 CASES = [
     *[Case(norm=norm, residual=None, bias=False, prenorm=False) for norm in Norm],
     Case(),
@@ -43,8 +43,8 @@ def site(x, w):
     return rms_norm_fn(x, w, None, x, prenorm=True)
 
 
-def encoded(record, options):
-    return present(record), *operators.encode(type(record), names_of(record), options)
+def encoded(record, options, wanted=None):
+    return present(record), kit.encode(names_of(record), options, wanted)
 
 
 def pair(device):
@@ -94,7 +94,7 @@ def test_forward_mode_differentiation_is_refused_not_ignored(device):
         layer_norm_fn(forward_ad.make_dual(x, torch.ones_like(x)), None, None)
 
 
-@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_backward", "dropout", "dropout_mask"])
+@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_backward", "dropout"])
 def test_opcheck(name, device):
     case = Case(x1=FP32, second=True, rowscale="learned", m=4, n=24)
     tensors = {key: t.detach().requires_grad_(name == "norm") for key, t in inputs(case, device).items()}
@@ -103,16 +103,14 @@ def test_opcheck(name, device):
     plain = Inputs(**dict.fromkeys(Inputs._fields) | {"x": given.residual})
     dtypes = {f"d{name}": FP32 for name in ("z", *Inputs._fields) if getattr(given, name, seed) is not None}
     wanted = {field: dtypes.get(field) for field in Gradients._fields} | {"dx": BF16, "dweight1": None}
-    how = BackwardOptions(HOW, Gradients(**wanted))
     upstream = {"dy": given.x, "dy1": given.x1, "dr": given.residual, "r": given.residual, "stats": stats}
     backward = BackwardInputs(**{field: getattr(given, field, None) for field in BackwardInputs._fields} | upstream)
     calls = {
-        "norm_backward": [encoded(backward, how)],
-        "dropout": [(given.residual, seed, 0.25, 1)],
-        "dropout_mask": [(seed, 4, 24, 0.25, 0)],
+        "norm_backward": [encoded(backward, HOW, Gradients(**wanted))],
+        "dropout": [([given.residual, seed], "given=x,seed p=0.25 stream=1 mask=False")],
     }.get(name, [encoded(given, HOW), encoded(plain, PLAIN)])
     for arguments in calls:
-        library.opcheck(getattr(getattr(torch.ops, operators.NAMESPACE), name).default, arguments)
+        library.opcheck(getattr(getattr(torch.ops, kit.NAMESPACE), name).default, arguments)
 
 
 def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_what_it_uses(device):
@@ -121,7 +119,7 @@ def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_wh
 
     def note(graph, example_inputs):
         for node in graph.graph.nodes:
-            if getattr(node.target, "namespace", None) == operators.NAMESPACE:
+            if getattr(node.target, "namespace", None) == kit.NAMESPACE:
                 found[node.target] = [tuple(t.shape) for t in node.meta["val"]]
         return make_boxed_func(graph.forward)
 
@@ -130,13 +128,13 @@ def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_wh
     y, r = fn(x, w)
     (y.sum() + r.sum()).backward()
     assert found == {
-        operators.norm_forward: [(4, 24), (4, 24), (4,)],  # y, r, statistics
-        operators.norm_backward: [(4, 24), (24,)],  # of x and residual, of weight
+        NORM.forward_op: [(4, 24), (4, 24), (4,)],  # y, r, statistics
+        NORM.backward_op: [(4, 24), (24,)],  # of x and residual, of weight
     }
     found.clear()
     with torch.no_grad():
         fn(x, w)
-    assert found == {operators.norm_forward: [(4, 24), (4, 24)]}
+    assert found == {NORM.forward_op: [(4, 24), (4, 24)]}
 
 
 def test_dynamic_shapes_compile_once(device):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,19 +15,20 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import ops
-from ops import launch, layer_norm_fn, operators, plan, rms_norm_fn
-from ops.records import Inputs, Options
+from ops import kit, layer_norm_fn, rms_norm_fn
+from ops.norm import NORM, plan_of
+from ops.records import Inputs
 
-from .cases import BF16, Seen, equal, forget, leaves, unaligned
+from .cases import BF16, Seen, equal, leaves, unaligned
 
 
 @pytest.fixture
 def dispatched(monkeypatch):
     """A list that grows with every call that goes through the dispatcher."""
     seen = []
-    for name, function in {"forward": "norm", "backward": "norm_backward"}.items():
-        run = getattr(operators, function)
-        monkeypatch.setattr(operators, function, lambda *a, run=run, name=name, **k: (seen.append(name), run(*a, **k))[1])
+    for name, function in {"forward": "op", "backward": "backward_op"}.items():
+        run = getattr(NORM, function)
+        monkeypatch.setattr(NORM, function, lambda *a, run=run, name=name, **k: (seen.append(name), run(*a, **k))[1])
     return seen
 
 
@@ -63,7 +63,7 @@ def same_through_the_dispatcher(dispatched, run, *given, **options):
 
 @contextmanager
 def launch_hook():
-    hook, hooks = (lambda metadata: None), launch.TRITON.knobs.runtime.launch_enter_hook
+    hook, hooks = (lambda metadata: None), kit.internals().knobs.runtime.launch_enter_hook
     hooks.add(hook)
     yield
     hooks.remove(hook)
@@ -118,10 +118,10 @@ def test_a_call_does_not_depend_on_the_calls_before(other, given):
     buffers = [options[name] for name in ("out", "residual_out") if name in options]
     for first, then in ((one, two), (two, one)):
         written = buffers if then is two else []
-        forget()
+        kit.forget()
         expected = site(*then[0], **then[1])
         expected = [t.clone() for t in (*returned(expected), *written) if t is not None]
-        forget()
+        kit.forget()
         site(*first[0], **first[1])
         for buffer in buffers:
             buffer.fill_(torch.nan)
@@ -133,22 +133,22 @@ def test_a_new_number_of_rows_makes_nothing_new(device):
     """Trap: batches that are padded to their longest sequence have a new shape at every step."""
     w = torch.rand(16, device=device)
     rms_norm_fn(torch.rand(3, 7, 16, device=device), w, None)
-    plans, calls = len(plan._plans), launch.forward_call.cache_info().misses
+    remembered = len(kit._memo)
     for rows in range(1, 1001):
         x = torch.rand(rows, 16, device=device)
         if rows < 4:
             assert equal((rms_norm_fn(x, w, None),), (torch.cat([rms_norm_fn(row, w, None)[None] for row in x]),))
         operands = Inputs(x, *[None] * (len(Inputs._fields) - 1))._replace(weight=w)[:-1]
-        plan.plan_of(operands, (ops.Norm.rmsnorm, ops.Norm.none, 1.0, 1e-6, 0.0, *[False] * 6, None))
-    assert len(plan._plans) == plans and launch.forward_call.cache_info().misses == calls
+        plan_of(operands, (ops.Norm.rmsnorm, ops.Norm.none, 1.0, 1e-6, 0.0, *[False] * 6, None))
+    assert len(kit._memo) == remembered
 
 
-def test_plans_do_not_fill_memory_and_the_least_recently_used_goes_first(device, monkeypatch):
-    monkeypatch.setattr(plan, "MOST", 2)
+def test_what_is_remembered_does_not_fill_memory_and_the_least_recently_used_goes_first(device, monkeypatch):
+    monkeypatch.setattr(kit, "MOST", 2)
     x = {n: torch.rand(3, n, device=device) for n in (16, 24, 32)}
     for n in (16, 24, 16, 32):
         rms_norm_fn(x[n], None, None)
-    assert [(16,) in key for key in plan._plans] == [True, False] and (32,) in [*plan._plans][1]
+    assert [(16,) in key for key in kit._memo] == [True, False] and (32,) in [*kit._memo][1]
 
 
 def test_transforms_and_graph_capture_see_operators(given):
@@ -168,12 +168,11 @@ class Site(torch.nn.Module):
         return site(x, residual, w, b)
 
 
-def test_an_exported_program_runs_in_another_process_and_holds_no_text_that_is_run(given, tmp_path):
+def test_an_exported_program_says_what_it_asks_for_by_name_and_runs_in_another_process(given, tmp_path):
     given = [t.detach().cpu() for t in given]
     rows = {0: torch.export.Dim("rows", max=64)}
     program = torch.export.export(Site(), tuple(given), dynamic_shapes=(rows, rows, None, None))
-    (call,) = [node for node in program.graph.nodes if getattr(node.target, "namespace", "") == operators.NAMESPACE]
-    assert not any(isinstance(argument, str) for argument in call.args)
+    (call,) = [node for node in program.graph.nodes if getattr(node.target, "namespace", "") == kit.NAMESPACE]
     file = io.BytesIO()
     torch.export.save(program, file)
     (tmp_path / "program.pt2").write_bytes(file.getvalue())
@@ -188,12 +187,18 @@ def test_an_exported_program_runs_in_another_process_and_holds_no_text_that_is_r
     done = subprocess.run([sys.executable, "-c", code, root], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
 
-    tensors, options, numbers = call.args
-    call.args = (tensors, [options[0] + 1, *options[1:]], numbers)
-    with pytest.raises(RuntimeError, match="this program was exported with other options of the norms; export it again"):
-        program.module()(*given)
-    same, grown = (NamedTuple("Options", [*Options.__annotations__.items(), *more]) for more in ([], [("more", int)]))
-    assert operators.layout_of(Options) == operators.layout_of(same) != operators.layout_of(grown)
+    tensors, text = call.args
+    assert text.startswith("given=x,residual,weight,bias eps=1e-06 dropout_p=0.0 norm=layernorm ")
+    call.args = (tensors, text.removesuffix(" passes_residual=False"))  # which has a default
+    assert equal(program.module()(*given), site(*given))
+    for wrong, message in (
+        (text + " later=3", "asks for later that this one does not know, and lacks nothing"),
+        (text.replace("eps=1e-06 ", ""), "asks for nothing that this one does not know, and lacks eps"),
+        (text.replace("layernorm", "batchnorm"), "norm is batchnorm, accepted: layernorm, rmsnorm"),
+    ):
+        call.args = (tensors, wrong)
+        with pytest.raises(RuntimeError, match=message):
+            program.module()(*given)
 
 
 def test_backward_by_its_upstream_gradients_and_by_those_that_are_wanted(given, dispatched):

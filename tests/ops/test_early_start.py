@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ops import launch, layer_norm_fn, rms_norm_fn
+from ops import kit, layer_norm_fn, rms_norm_fn
 
 from .cases import BF16, equal
 
@@ -28,7 +28,7 @@ def hasty_copy(out, source):
 
 @pytest.fixture(autouse=True)
 def only_where_kernels_start_early(device):
-    if not launch.device_facts(device).since_sm_90:
+    if not kit.device_facts(device).since_sm_90:
         pytest.skip("needs programmatic dependent launch, which GPUs of compute capability 9.0 and later have")
 
 

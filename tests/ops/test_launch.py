@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ops import launch, layer_norm_fn, norm_fn
+from ops import kit, layer_norm_fn, norm_fn
 from ops.tiling import H200
 
 from .cases import BF16, FP32, KERNELS, leaves
@@ -22,9 +22,9 @@ DEVICES = {
 @pytest.mark.parametrize("n", [768, 16384, 65536])
 def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, monkeypatch):
     facts = DEVICES[device]
-    monkeypatch.setattr(launch, "device_facts", lambda device: facts)
+    monkeypatch.setattr(kit, "device_facts", lambda device: facts)
     started = []
-    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, *arguments: started.append((self.options, arguments)))
+    monkeypatch.setattr(kit.Launcher, "__call__", lambda self, *arguments: started.append((self.options, arguments)))
     x, w = torch.randn(64, n, dtype=BF16, requires_grad=True), torch.ones(n, dtype=BF16, requires_grad=True)
     layer_norm_fn(x, w, None).backward(torch.ones_like(x))
     assert len(started) == 3  # forward, backward, the sum of weight gradients
@@ -67,14 +67,15 @@ def started(monkeypatch):
     """Launches as a GPU sees them: how, grid, pointers in the places of the record, the other arguments."""
     found: list = []
     hooks = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
-    monkeypatch.setattr(launch, "TRITON", SimpleNamespace(CompiledKernel=Compiled, knobs=SimpleNamespace(runtime=hooks)))
-    make = launch.Launcher.__init__
+    found_there = SimpleNamespace(CompiledKernel=Compiled, knobs=SimpleNamespace(runtime=hooks))
+    monkeypatch.setattr(kit, "internals", lambda: found_there)
+    make = kit.Launcher.__init__
 
     def made(self, kernel, *arguments, **options):
         make(self, Kernel(found), *arguments, **options)
         self.current_stream = lambda index: 0
 
-    monkeypatch.setattr(launch.Launcher, "__init__", made)
+    monkeypatch.setattr(kit.Launcher, "__init__", made)
     return found
 
 

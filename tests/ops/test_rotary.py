@@ -7,23 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import rotary, rotary_launch, rotary_qk_fn, rotary_qkv_fn
-from ops.launch import Launcher
-from ops.rotary_launch import Tile
+from ops import rotary, rotary_qk_fn, rotary_qkv_fn
+from ops.kit import Launcher
+from ops.rotary import Tile
 
 from .cases import BF16, FP16, FP32, Seen, covering, unaligned
 
 EPS = 0.1  # so large that it must not be forgotten anywhere
 # ‖found − oracle‖ / ‖oracle‖: inputs are those of the oracle exactly, and only outputs are rounded.
 ROUNDING = {FP32: 1e-6, FP16: 2**-11, BF16: 2**-8}
-
-
-@pytest.fixture(autouse=True)
-def fresh_calls():
-    """What is compiled for a call is remembered, and tests replace it."""
-    yield
-    rotary_launch.forward_call.cache_clear()
-    rotary_launch.backward_call.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,7 @@ def test_outputs_and_gradients_are_the_oracles(case, device):
 @pytest.mark.parametrize("tile", [Tile(64, 1), Tile(512, 4, 2, 1), Tile(2048, 4, 1, 6, 80)], ids=str)
 def test_any_tile_gives_the_same(tile, device, monkeypatch):
     for name in ("forward_tile", "backward_tile"):
-        monkeypatch.setattr(rotary_launch, name, lambda *_, **__: tile)
+        monkeypatch.setattr(rotary, name, lambda *_, **__: tile)
     for case in (Case("layernorm", bias=True, D=20), Case("rmsnorm", (6, 3), per_head=True), Case(None, packed=False)):
         tensors = inputs(replace(case, tokens=(2, 11)), device)
         check(results(call, case, tensors), case, tensors)

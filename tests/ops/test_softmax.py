@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ops import log_softmax_fn, softmax_fn, softmax_launch
-from ops.softmax_launch import SoftmaxTile, softmax_tile
+from ops import log_softmax_fn, softmax, softmax_fn
+from ops.softmax import SoftmaxTile, softmax_tile
 
 from .cases import BF16, FP16, FP32, covering
 
@@ -68,7 +68,7 @@ def test_a_mask_broadcasts_as_pytorch_has_it(device, case):
 def test_every_tile(device, fn, tile, monkeypatch):
     if tile.distance and device.type == "cpu":
         pytest.skip("only a GPU can bring rows into L2")
-    monkeypatch.setattr(softmax_launch, "softmax_tile", lambda *_: tile)
+    monkeypatch.setattr(softmax, "softmax_tile", lambda *_: tile)
     x = torch.randn(7, 200, generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones(200, dtype=torch.bool, device=device)
     mask[:100] = False  # whole blocks of nothing

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ops import Norm, launch, norm_fn
+from ops import Norm, kit, norm_fn
 from ops.tiling import Tile
 
 from .cases import BF16, FP32, Case, assert_as_accurate_as_pytorch, covering, equal, leaves
@@ -26,7 +26,7 @@ def split(n, block_n=2048, warps=4, stages=3):
 
 @pytest.fixture(autouse=True)
 def cooperative(device):
-    if device.type == "cuda" and not launch.device_facts(device).cooperative:
+    if device.type == "cuda" and not kit.device_facts(device).cooperative:
         pytest.skip("rows are not split on this GPU")
 
 

@@ -1,134 +1,212 @@
 """What a study says of drawn losses whose truth is known."""
 
+import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from configs import Config
-from measure.comparison import AGAIN as TORCH_AGAIN
 from measure.statistics import Interval, paired_ratio
-from study.analysis import analyse, is_different, saved, sensitivity
-from study.arms import Arm, Study
+from study import report
+from study.analysis import analyse, with_cost
+from study.arms import AGAIN_SEEDS, FRESH_SEEDS, Arm, Study
 from study.probes import spikes
 from study.report import words
-from study.runs import AGAIN, Found, Result, over
-from study.timing import BASELINE
+from study.runs import AGAIN, FRESH, SEARCH, TIME, Found, Result, too_high
+from study.timing import OWN_AGAIN
+
+STEPS = 100
+CLOSE = [1.440, 1.444, 1.437, 1.446, 1.441]
 
 
-def run(arm, rate, seed, *losses, initial=4.0):
-    """Evaluated every 50 steps."""
-    return Result(arm, rate, seed, [[0, initial], *([50 * (i + 1), loss] for i, loss in enumerate(losses))])
+def run(arm, stage, rate, seed, *losses, initial=4.0, **more):
+    """Evaluated every 50 steps; a loss of None is not finite."""
+    evaluated = [[50 * (i + 1), loss] for i, loss in enumerate(losses)]
+    over = "" if losses[-1] is not None else "step 50: loss not finite"
+    return Result(arm, stage, rate, seed, **{"steps": STEPS, "evaluated": [[0, initial], *evaluated], "over": over} | more)
 
 
-def report_of(runs, rates, seeds, times=None):
-    study = Study([Arm("a", Config()), Arm("b", Config())], rates, list(seeds), {})
-    return analyse(study, Found(runs, times or {})), study
+def report_of(runs, rates=(1e-3,), seeds=range(5), times=None, **keys):
+    study = Study([Arm("a", Config()), Arm("b", Config())], list(rates), list(seeds), {})
+    for name, value in keys.items():
+        setattr(study.cfg.compare, name, value)
+    study.cfg.train.steps = STEPS
+    return analyse(study, Found(study.cfg.compare.diverged, runs, times or {})), study
 
 
-def drawn(draw, seeds=5, handicap=0.0, noise=0.006, slopes=(0.0, 0.05)):
-    """Losses of two arms: of a seed in common, of the run, of the rate and the second arm's handicap. The arm `a` has one good
-    rate, the arm `b` loses `slopes` at its rates."""
-    common = draw.normal(0, noise, 2 * seeds)
-    rates = [1e-3 * (1 + i) for i in range(len(slopes))]
-    plan = [("a", rates, range(seeds), [0.0] + [0.05] * len(slopes)), ("b", rates, range(seeds), np.add(slopes, handicap))]
-    plan.append(("a" + AGAIN, rates[:1], range(seeds, 2 * seeds), [0.0]))
-    runs = []
-    for name, its_rates, its_seeds, losses in plan:
-        for rate, more in zip(its_rates, losses, strict=False):
-            for seed in its_seeds:
-                last = 1.6 + more + common[seed] + draw.normal(0, noise)
-                runs.append(run(name, rate, seed, last + 0.3, last))
-    return report_of(runs, rates, range(seeds))
-
-
-@pytest.mark.parametrize("seeds", [2, 5])
-@pytest.mark.parametrize("slopes", [(0.0, 0.05), (0.0,) * 5], ids=["one good rate", "five good rates, whose best is chosen"])
-def test_equal_arms_are_called_different_in_at_most_2_of_20_studies(seeds, slopes):
-    draw = np.random.default_rng(0)
-    called = [drawn(draw, seeds, slopes=slopes)[0].arms[1].different for _ in range(200)]
-    assert max(sum(called[i : i + 20]) for i in range(0, 200, 20)) <= 2
-    assert sum(called) <= 0.03 * 200
-
-
-def test_a_handicap_of_2_hundredths_is_found_with_5_seeds_or_the_report_says_why_not():
-    draw = np.random.default_rng(0)
-    for noise, least in ((0.003, 0.95), (0.006, 0.6), (0.03, 0.0)):
-        made = [drawn(draw, handicap=0.02, noise=noise) for _ in range(50)]
-        assert np.mean([report.arms[1].different for report, _ in made]) >= least
-        for report, study in made:
-            arm, within = report.arms[1], max(abs(report.again.low), abs(report.again.high))
-            assert ("loss higher, " in words(report, study)) == (arm.different and arm.difference.median > 0)
-            beyond = "no difference was found beyond that of other seeds" in words(report, study)
-            assert beyond == (not arm.different and not arm.difference.holds(0))
-            assert not beyond or abs(arm.difference.median) <= within
-            assert f"no difference within ±{within:.4f} is called one" in words(report, study)
-    report, study = drawn(draw, seeds=1, handicap=1.0)
-    assert not report.arms[1].different and "nothing can be called different" in words(report, study)
+def of_arms(rate=1e-3, **losses):
+    """Runs at one rate; those of A/A are near those of `a`."""
+    runs = [run(name, FRESH, rate, seed, 2.5, loss) for name, of in losses.items() for seed, loss in enumerate(of)]
+    again = [loss + 0.001 for loss in losses["a"] if loss]
+    return runs + [run("a", AGAIN, rate, AGAIN_SEEDS + i, 2.5, loss) for i, loss in enumerate(again)]
 
 
 @pytest.mark.parametrize(
-    ("difference", "again", "different"),
-    [((0.02, 0.01, 0.03), (0.0, -0.015, 0.015), True), ((-0.02, -0.03, -0.01), (0.0, -0.015, 0.015), True),
-     ((0.02, -0.01, 0.05), (0.0, -0.015, 0.015), False), ((0.02, 0.01, 0.03), (-0.01, -0.025, 0.005), False)],
-)  # fmt: skip
-def test_a_difference_leaves_out_0_and_is_further_from_it_than_both_ends_of_a_a(difference, again, different):
-    assert is_different(Interval(*difference), Interval(*again)) == different
+    ("other", "said"),
+    [
+        ([loss + 0.02 for loss in CLOSE], "b: loss higher, 0.0195 ("),
+        ([loss - 0.02 for loss in CLOSE], "b: loss lower, −0.0205 ("),
+        ([loss + 0.001 for loss in reversed(CLOSE)], "b: no difference was found, 0.0005 ("),
+        ([1.44], "b: too few runs that trained for an interval of the loss"),
+        ([*CLOSE[:3], None, None], "b: fails in 2 of 5 runs at 0.001 (baseline 0 of 10; exact test, p = "),
+        ([*CLOSE[:3], None, None], "of the runs that trained the loss differs by −0.0018 ("),
+        ([2.3, *CLOSE[1:]], "b: fails in 1 of 5 runs"),  # nearly a nat above
+        (
+            [None] * 5,
+            "b: fails in 5 of 5 runs at 0.001 (baseline 0 of 10; exact test, p < 0.001), which differs; every run failed",
+        ),
+    ],
+)
+def test_the_words_are_those_that_the_runs_allow_and_a_failed_run_is_never_no_difference(other, said):
+    made, _ = report_of(of_arms(a=CLOSE, b=other), diverged=0.8)
+    assert said in words(made)
+    assert ("no difference was found" in words(made)) == (said.startswith("b: no"))
+    assert made.arms[1].sample.losses == [loss for loss in other if loss and loss < 2], (
+        "a run that failed has no part in a mean"
+    )
 
 
-def test_differences_are_paired_by_seed_whatever_the_order_of_runs():
-    last = {("a", 1): 1.5, ("b", 1): 1.52, ("a", 2): 2.0, ("b", 2): 2.021, ("a", 3): 2.4, ("b", 3): 2.419}
-    runs = [run(arm, 1e-3, seed, loss) for (arm, seed), loss in sorted(last.items(), key=lambda one: one[1])]
-    others = [run("a" + AGAIN, 1e-3, seed, 1.5 + seed / 9) for seed in (4, 5, 6)]
-    found = report_of([*reversed(runs[:3]), *runs[3:], *others], [1e-3], [3, 1, 2])[0].arms[1].difference
-    assert found.median == pytest.approx(0.02) and found.high - found.low == pytest.approx(2 * 4.303 * 0.001 / 3**0.5, rel=1e-3)
+def test_a_failing_baseline_is_told_and_so_is_that_no_run_of_the_arm_fails():
+    made, _ = report_of(of_arms(a=[*CLOSE[:3], None, None, None], b=CLOSE))
+    assert "the baseline is a, which fails in 3 of 6 runs at 0.001." in words(made)
+    assert "b: no run of 5 fails (baseline 3 of 9; exact test, p = " in words(made)
 
 
-def test_a_run_that_is_not_finite_counts_with_the_loss_before_training():
-    found = Found([run("a", rate, 1, loss) for rate, loss in ((1, 2.0), (2, 1.5), (3, 9.0), (4, math.nan))])
-    assert sensitivity(found, "a", 1) == pytest.approx((2.0 + 1.5 + 4.0 + 4.0) / 4 - 1.5)  # arXiv:2309.14322
-    assert found.best_rate("a") == 2
-    fails = [run("b", 1e-3, seed, math.nan) for seed in (0, 1)]
-    for one in fails:
-        one.over = "step 50: loss not finite"
-    good = [run(name, 1e-3, seed, 2.0 + 0.01 * seed) for name in ("a", "a" + AGAIN) for seed in (0, 1)]
-    report, study = report_of([*good, *fails], [1e-3], [0, 1])
-    arm = report.arms[1]
-    assert arm.difference.median == pytest.approx(1.995) and arm.different and arm.speedup is None
-    assert arm.diverged == 1.0 and "2 runs at its best rate diverged" in words(report, study)
+def searched(curve=0.02, fresh=True):
+    """Two arms at three rates, the middle one the best; fresh seeds there, and runs of a time when another was the best."""
+    at = {1e-3: curve, 3e-3: 0.0, 1e-2: curve + 0.01}
+    runs = [run(name, SEARCH, rate, 1, 1.44 + more) for name in "ab" for rate, more in at.items()]
+    runs += [run(name, FRESH, 3e-3, FRESH_SEEDS + i, loss) for name in "ab" for i, loss in enumerate(CLOSE) if fresh]
+    return [*runs, run("b", FRESH, 1e-3, FRESH_SEEDS, 1.0), run("a", AGAIN, 1e-3, AGAIN_SEEDS, 1.9)], list(at)
 
 
-def test_steps_saved_are_those_to_the_loss_that_both_reach():
-    base, faster = run("a", 1, 1, 3.0, 2.0), run("b", 1, 1, 2.0, 1.5)
-    assert saved(faster, base) == pytest.approx(2.0) and saved(base, faster) == pytest.approx(0.5)
+def test_seeds_that_chose_the_rate_are_not_compared_and_without_others_nothing_is_called_different():
+    runs, rates = searched()
+    runs.append(run("a", AGAIN, 3e-3, AGAIN_SEEDS, 1.442))
+    made, _ = report_of(runs, rates, seeds=[1])
+    assert [list(arm.sample.losses) for arm in made.arms] == [[*CLOSE, 1.442], CLOSE] and made.arms[1].rate == 3e-3
+    assert made.fresh and made.arms[1].against.none
+    runs = [
+        replace(one, seed=seed, evaluated=[[0, 4.0], [50, one.last + (one.arm == "b") + seed / 1e3]])
+        for one in searched(fresh=False)[0][:6]
+        for seed in (1, 2)
+    ]
+    made, _ = report_of(runs, rates, seeds=[1, 2], fresh=0)
+    assert made.arms[1].against.loss.low > 0.9 and not made.arms[1].against.verdict and not made.arms[1].against.none
+    assert "nothing is called different: compare.fresh=8 adds others" in words(made)
 
 
-def test_times_are_paired_by_cycle_and_the_loss_at_equal_time_is_that_of_the_steps_that_fit():
-    drift = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]  # from cycle to cycle, the same for all that run in it
-    typical = {"fused": 3.0, "torch": 6.0, TORCH_AGAIN: 6.06, BASELINE: 2.0}
-    blocks = {name: [ms * slow for slow in drift for _ in "ab"] for name, ms in typical.items()}
-    times = {"a": {name: of for name, of in blocks.items() if name != BASELINE}, "b": blocks}
-    last = {"a": (2.0, (1, 2)), "b": (1.0, (1, 2)), "a" + AGAIN: (2.0, (3, 4))}
-    runs = [Result(arm, 1e-3, seed, [[0, 4.0], [900, loss + seed / 1e6]]) for arm, (loss, of) in last.items() for seed in of]
-    a, b = report_of(runs, [1e-3], [1, 2], times)[0].arms
-    assert b.price.over_torch == paired_ratio([6 * slow for slow in drift], [3 * slow for slow in drift])
-    assert b.price.of_baseline.median == pytest.approx(1.5) and b.price.of_baseline.high == pytest.approx(1.5)
-    assert b.price.again.median == pytest.approx(1 / 1.01) and a.price.of_baseline == Interval(1.0, 1.0, 1.0)
-    assert (a.equal_time.median, b.equal_time.median) == pytest.approx((2.0, 4.0 - 3.0 / 1.5), abs=1e-5)
-    assert b.equal_time_difference.median == pytest.approx(0.0, abs=1e-5)
+def test_all_pairs_are_judged_together():
+    runs = of_arms(a=CLOSE, b=[loss + 0.02 for loss in CLOSE])
+    made, _ = report_of(runs, all_pairs=True, baseline="b")
+    assert list(made.pairs) == [("a", "b")] and made.arms[0].against.verdict == "lower" and not report_of(runs)[0].pairs
 
 
-def test_a_run_is_over_if_it_is_not_finite_or_far_above_its_arms_others_at_no_higher_rate():
+def test_what_failed_does_not_depend_on_the_order_of_runs_and_the_best_rate_is_none_at_which_half_fail():
+    runs = [
+        run("a", SEARCH, 2e-3, 1, 2.6, 2.45),
+        run("a", SEARCH, 1e-3, 2, 2.5, 1.44),
+        run("a", SEARCH, 2e-3, 2, 1.5, 1.3),
+        run("a", SEARCH, 2e-3, 3, 2.6, 2.5),
+    ]
+    for order in (runs, runs[::-1]):
+        found = Found(1.0, list(order))
+        assert [found.failed(one) for one in runs] == [True, False, False, True]
+        assert found.best_rate("a") == 1e-3 and math.isinf(found.rates("a")[2e-3])
+    assert Found(1.0, [run("a", SEARCH, rate, 1, None) for rate in (2e-3, 1e-3)]).best_rate("a") == 1e-3
+
+
+def test_a_run_fails_by_a_step_after_a_quarter_at_which_one_at_no_higher_rate_was_far_below():
     def at(step, loss, rate=2):
-        return Result("a", rate, 1, [[0, 4.0], [step, loss]])
+        return Result("a", SEARCH, rate, 1, STEPS, [[0, 4.0], [step, loss]])
 
-    losses, lower = torch.ones(50), [at(50, 2.0, rate=1)]
-    assert over(at(50, 3.1), losses, 100, lower, 1.0) == "step 50: loss 3.100, another run's 2.000"
-    assert not over(at(50, 2.9), losses, 100, lower, 1.0)
-    assert not over(at(50, 3.1), losses, 100, [at(50, 2.0, rate=3)], 1.0), "slow, not diverged"
-    assert not over(at(20, 3.9), losses, 100, [at(20, 2.0, rate=1)], 1.0), "before a quarter"
-    assert "not finite" in over(at(50, 2.9), losses * math.nan, 100, [], 1.0)
+    assert too_high(at(50, 3.1), [at(50, 2.0, rate=1)], 1.0) == "step 50: loss 3.100, another run's 2.000"
+    assert not too_high(at(50, 2.9), [at(50, 2.0, rate=1)], 1.0)
+    assert not too_high(at(50, 3.1), [at(50, 2.0, rate=3)], 1.0), "slow, not failed"
+    assert not too_high(at(20, 3.9), [at(20, 2.0, rate=1)], 1.0), "before a quarter"
+    assert not too_high(at(50, 3.1), [replace(at(50, 2.0, rate=1), steps=60)], 1.0), "of another schedule"
+
+
+def test_sensitivity_counts_a_failed_run_with_the_loss_before_training_and_is_none_where_a_rate_is_missing():
+    """arXiv:2309.14322"""
+    losses = {1: 2.0, 2: 1.5, 3: 9.0, 4: None}
+    runs = [run("a", SEARCH, rate, seed, loss) for seed in (1, 2) for rate, loss in losses.items()]
+    runs += [run("b", SEARCH, rate, seed, None) for seed in (1, 2) for rate in losses]
+    a, b = report_of(runs, losses, seeds=[1, 2])[0].arms
+    assert a.sensitivity.median == pytest.approx((2.0 + 1.5 + 4.0 + 4.0) / 4 - 1.5) and b.sensitivity is None
+    assert report_of(runs[1:], losses, seeds=[1, 2])[0].arms[0].sensitivity is None
+    assert report_of([one for one in runs if one.seed == 1], losses, seeds=[1])[0].arms[0].sensitivity is None, "no zero width"
+
+
+@pytest.mark.parametrize("beside", [-0.25, 0.0, 0.2, 0.28])
+def test_what_the_best_rate_costs_beside_a_better_one_is_at_most_what_the_sample_says(beside):
+    half, draw, held = 0.576, np.random.default_rng(0), 0
+    rates = {round(3e-3 * math.exp(step * half), 6): step * half for step in (-1, 0, 1)}
+    for _ in range(300):
+        runs = [run("a", SEARCH, rate, 1, 1.5 + 0.04 * (x - beside) ** 2 + draw.normal(0, 0.003)) for rate, x in rates.items()]
+        found = Found(1.0, runs)
+        chosen = rates[found.best_rate("a")]
+        if chosen:
+            continue
+        sample = found.sample([run("a", FRESH, 3e-3, i, 1.5 + draw.normal(0, 0.003)) for i in range(8)])
+        held += with_cost(found, "a", sample).cost < 0.04 * beside**2
+    assert held <= 0.1 * 300
+
+
+def test_beyond_a_cliff_the_cost_is_no_more_than_the_rise_on_the_other_side_and_at_an_end_it_has_no_bound():
+    found = Found(1.0, [run("a", SEARCH, rate, 1, loss) for rate, loss in ((1e-3, 1.51), (2e-3, 1.5), (4e-3, None))])
+    sample = found.sample([run("a", FRESH, 2e-3, i, loss) for i, loss in enumerate(CLOSE)])
+    assert 0.01 < with_cost(found, "a", sample).cost < 0.02
+    found.results.pop()
+    assert with_cost(found, "a", sample).cost == math.inf
+    runs = [run(arm, SEARCH, rate, 1, 1.5 + 0.1 * (rate > 1e-3)) for arm in "ab" for rate in (1e-3, 3e-3)]
+    runs += of_arms(a=CLOSE, b=[loss + 0.5 for loss in CLOSE])
+    made, _ = report_of(runs, (1e-3, 3e-3), seeds=[1])
+    assert made.arms[1].at_end == "lowest" and "(no bound)" in words(made) and not made.arms[1].against.verdict
+    assert "at the end of those that were trained: a (lowest), b (lowest). Add rates." in words(made)
+
+
+DRIFT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]  # from cycle to cycle, the same for all that run in it
+
+
+def timed(**typical):
+    noise = {OWN_AGAIN: [1.0, 1.01] * 6}  # A/A reaches 1 %
+    return {name: [ms * slow * more for slow, more in zip(np.repeat(DRIFT, 2), noise.get(name, [1] * 12), strict=True)]
+            for name, ms in typical.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize(("slower", "differs"), [(1.003, False), (1.5, True)])
+def test_a_step_takes_longer_only_beyond_a_a_and_equal_time_is_that_of_runs_with_their_own_schedule(slower, differs):
+    times = {
+        "a": timed(fused=2.0, torch=6.0, again=2.0),
+        "b": timed(fused=2 * slower, torch=6.0, again=2 * slower, baseline=2.0),
+    }
+    runs = of_arms(a=CLOSE, b=[loss - 0.1 for loss in CLOSE])
+    shorter = [run("b", TIME, 1e-3, seed, loss + 0.1, steps=67) for seed, loss in enumerate(CLOSE)]
+    made, _ = report_of([*runs, *shorter], times=times)
+    a, b = made.arms
+    assert b.price.of_baseline.median == pytest.approx(slower) and b.slower == differs and not a.slower
+    assert b.price.over_torch == paired_ratio([6 * slow for slow in DRIFT], [2 * slower * slow for slow in DRIFT])
+    assert a.price.of_baseline == Interval(1.0, 1.0, 1.0) and b.steps == (67 if differs else STEPS)
+    assert ("no difference in the time of a step was found" in words(made)) == (not differs)
+    if differs:
+        sample, against = b.equal_time
+        assert sample.losses == [loss + 0.1 for loss in CLOSE] and against.verdict == "higher" and b.against.verdict == "lower"
+        assert report_of(runs, times=times)[0].arms[1].equal_time is None, "the shorter runs are not there yet"
+
+
+def test_a_report_is_json_and_its_pictures_are_drawn_where_runs_failed(tmp_path):
+    runs, rates = searched()
+    made, study = report_of([*runs, run("b", SEARCH, 3e-2, 1, None), run("b", FRESH, 3e-3, 1009, None)], rates, seeds=[1])
+    assert math.isinf(made.arms[0].sample.cost) is False
+    found = Found(1.0, runs)
+    report.write(made, study, found, {"gpu": None, "versions": {}, "git": None}, tmp_path)
+    assert "NaN" not in (text := (tmp_path / "report.json").read_text()) and "Infinity" not in text
+    assert json.loads(text)["report"]["arms"][1]["sample"]["failed"] == 1
+    assert all((tmp_path / f"{name}.png").stat().st_size > 1e4 for name in ("differences", "rates"))
+    assert "fails in 1 of 6 runs at 0.003, in 0 of 1 at 0.001" in (tmp_path / "report.md").read_text().replace("\n", " ")
 
 
 def test_spikes_are_counted_once():

@@ -207,8 +207,83 @@ def used_as_tensors(model, blocks, x):
     return [y.detach(), out]
 
 
+def seen_by_global_hooks(model, blocks, x):
+    seen, names = {}, {module: name for name, module in model.named_modules()}
+
+    def keep(module, grads, upstream):
+        seen[names[module]] = [g for g in (*grads, *upstream) if g is not None]
+
+    hook = nn.modules.module.register_module_full_backward_hook(keep)
+    try:
+        y = model(x)
+        y.sin().sum().backward(retain_graph=True)
+    finally:
+        hook.remove()
+    assert len(seen) > len(blocks)
+    return [y, *(g for name in sorted(seen) for g in seen[name])]
+
+
+def with_another_norm(norm):
+    def program(model, blocks, x):
+        for block in blocks:
+            setattr(block, "ln_2" if isinstance(block, Block) else "post_attention_layernorm", norm())
+        return [model(x)]
+
+    return program
+
+
+def with_a_class_patched(of):
+    """As tools that put another forward into a class of somebody's file."""
+
+    def program(model, blocks, x):
+        part = of(blocks[0])
+        own = next(cls for cls in type(part).__mro__ if cls.__name__ == type(part).__name__ and "_own" not in vars(cls))
+        forward = own.forward
+        own.forward = lambda self, *args, **kwargs: changed(forward(self, *args, **kwargs), lambda y: 0.7 * y)
+        try:
+            return [model(x)]
+        finally:
+            own.forward = forward
+
+    return program
+
+
+def parametrized(of):
+    class Halved(nn.Module):
+        def forward(self, weight):
+            return 0.5 * weight
+
+    def program(model, blocks, x):
+        for block in blocks:
+            nn.utils.parametrize.register_parametrization(of(block), "weight", Halved())
+        return [model(x)]
+
+    return program
+
+
+def offloaded(model, blocks, x):
+    with torch.autograd.graph.save_on_cpu():
+        return [model(x)]
+
+
+def with_other_parameters(model, blocks, x):
+    others = {name: (p.detach() * 1.3).requires_grad_() for name, p in model.named_parameters()}
+    y = torch.func.functional_call(model, others, (x,))
+    gradients = torch.autograd.grad(y.sin().sum(), [*others.values()], retain_graph=True, allow_unused=True)
+    return [y, *(g for g in gradients if g is not None)]
+
+
 PROGRAMS = {
     "nothing": run,
+    "global backward hooks": seen_by_global_hooks,
+    "another norm": with_another_norm(lambda: nn.LayerNorm(N)),
+    "no norm": with_another_norm(nn.Identity),
+    "the class of a block is patched": with_a_class_patched(lambda block: block),
+    "the class of a norm is patched": with_a_class_patched(norm_of),
+    "the class of a sublayer is patched": with_a_class_patched(sublayer_of),
+    "a parametrized norm": parametrized(norm_of),
+    "saved tensors are offloaded": offloaded,
+    "functional_call": with_other_parameters,
     "a hook edits the output": edited_by_a_hook,
     "a pre-hook edits the input": edited_by_a_pre_hook(lambda block: block),
     "a pre-hook edits the input of a norm": edited_by_a_pre_hook(norm_of),
@@ -447,7 +522,22 @@ def test_a_part_of_a_block_that_anybody_else_calls_gives_a_tensor_and_a_wrapper_
     torch.testing.assert_close(adopted(x), model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_norm_and_the_stream_past_it_are_one_node_and_so_are_a_sum_and_its_norm(device):
+@pytest.mark.parametrize("function", [Reversed, StraightThrough])
+def test_a_function_that_a_flag_puts_on_a_branch_later_raises_and_one_set_before_is_as_it_was(function, device):
+    def forward(self, x):
+        return two(self, x, on_branch=function.apply if self.flag else lambda h: h)
+
+    block = block_of(forward, flag=False).to(device)
+    later, before, x = copy.deepcopy(block), copy.deepcopy(block), torch.randn(2, 3, N, device=device)
+    assert adopt(later, verbose=False).blocks
+    block.flag = before.flag = later.flag = True
+    adopt(before, verbose=False)
+    check(run, block, before, lambda block: None, x)
+    with pytest.raises(TypeError, match=r"would lose its gradient.* set the flag, then call adopt"):
+        later(x)
+
+
+def test_a_norm_and_the_stream_past_it_are_one_node_and_so_are_a_sum_and_its_norm(device, kernel):
     model = Stack(lambda self, x: two(self, x)).to(device)
     adopt(model, verbose=False)
     nodes, todo = set(), [model(torch.randn(2, 3, N, device=device).requires_grad_() * 1).grad_fn]

@@ -9,6 +9,8 @@ from ops import replace_norms
 from ops.adopt.blocks import Role
 from ops.adopt.lazy import Lazy, settled
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 N = 16
 X, H, G = (torch.randn(2, 3, N, generator=torch.Generator().manual_seed(i)) for i in range(3))
 GAIN, ROWS = torch.linspace(0.5, 2, N), torch.tensor([0.0, 2.0]).view(2, 1, 1)

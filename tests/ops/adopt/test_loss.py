@@ -7,6 +7,8 @@ from torch import nn
 from ops import adopt, replace_loss, restore_loss
 from ops.adopt.loss import FusedCausalLoss
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 transformers = pytest.importorskip("transformers")
 
 

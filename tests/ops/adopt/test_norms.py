@@ -12,6 +12,8 @@ from ops import RMSNorm, replace_norms, restore_norms
 from .lookalikes import Gemma, Llama, randomised
 from .toys import classes
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 N = 24
 
 

@@ -120,7 +120,7 @@ def test_a_norm_is_recognised_by_what_it_computes_and_goes_on_computing_it(name,
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_what_only_looks_like_a_norm_is_left_alone_with_the_reason(name, capsys):
+def test_what_only_looks_like_a_norm_is_left_alone_with_the_reason(name, capsys, kernel):
     build, why = LEFT_ALONE[name]
     module = build()
     cls, state = type(module), dict(vars(module))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ablation.adoption import check_parity
-from ops import kernels, replace_norms, replace_rotary, restore_rotary, rotary_qk_fn
+from ops import replace_norms, replace_rotary, restore_rotary, rotary_qk_fn
 from ops.adopt import attention
 from ops.adopt.attention import AdoptedAttention
 
@@ -49,18 +49,6 @@ LEFT: dict[str, tuple[str, dict]] = {
     ),
     "gptj": ("its forward takes no position_embeddings", {"rotary_dim": 4}),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def reference_on_the_cpu(monkeypatch, request):
-    """The interpreter takes long; a test asks for it by the argument `kernel`."""
-    if "kernel" not in request.fixturenames:
-        monkeypatch.setattr(kernels, "INTERPRET", False)
-
-
-@pytest.fixture
-def kernel() -> None:
-    pass
 
 
 def made(name: str) -> nn.Module:

@@ -216,7 +216,7 @@ def test_blocks_that_are_attributes_are_found_and_so_is_a_model_that_is_a_block(
 def test_a_batch_shows_whether_the_model_computes_what_it_did_and_otherwise_all_is_undone(device, capsys):
     x = torch.randn(2, 3, N, device=device)
     for batch in (x, (x,), {"x": x}):
-        assert adopt(Attributes().to(device), batch, verbose=False).blocks
+        assert adopt(Block().to(device), batch, verbose=False).blocks
     model = Attributes(asks=True).to(device).train()
     before, random = classes(model), torch.get_rng_state()
     found = adopt(model, x)

@@ -1,0 +1,88 @@
+"""An ablation in several processes, one after the other: the variation between processes enters the intervals.
+
+Where memory lies, how the host schedules and what a compiler chooses are drawn once for a process. Cycles inside it do not show
+that. Each process is an ablation of its own, in a folder of its own; the first also measures parity. The samples are the
+processes' speed-ups, and the interval is Student's, of the mean of their logarithms.
+"""
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from measure.comparison import TWIN, is_twin
+from measure.files import json_text, relative, replace_text
+from measure.sources import ROOT
+from measure.statistics import Interval, mean_interval
+from measure.tables import capital, interval_text, label, markdown, wrapped
+from training.interrupt import show
+
+PARITY_FAILS = 1  # exit code
+REPORT = "report.json"
+
+
+def ablate(arguments: Sequence[str], count: int, folder: Path) -> int:
+    """Runs the processes that the folder lacks, and writes report.md and report.json. Returns the exit code: that of the first
+    process that failed, or of parity."""
+    codes, reports = [], []
+    for number in range(1, count + 1):
+        place = folder / f"process_{number}"
+        keys = [f"folder={place}", "resume=auto", "ablate.processes=1", "logging.wandb=disabled"]
+        keys += ["ablate.parity_seeds=0"] if number > 1 else []
+        show(f"process {number} of {count}")
+        codes.append(subprocess.run([sys.executable, str(ROOT / "ablate.py"), *arguments, *keys]).returncode)
+        if codes[-1] not in (0, PARITY_FAILS):
+            return codes[-1]
+        reports.append(json.loads((place / REPORT).read_text("utf-8")))
+    command, found = shlex.join(["python", "ablate.py", *arguments]), speedups(reports)
+    replace_text(folder / REPORT, json_text({"command": command, "pairs": found}, indent=1) + "\n")
+    words = report(found, reports)
+    replace_text(folder / "report.md", f"{words}\n\n## Command\n\n```\n{command}\n```\n")
+    show(f"{words}\n\nreport: {relative(folder)}/report.md")
+    return max(codes)
+
+
+def speedups(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each pair of each cell the speed-up of every process, and their mean with its interval."""
+    found = []
+    for cells in zip(*(report["cells"] for report in reports), strict=True):
+        for base, arms in cells[0]["pairs"].items():
+            for arm in arms:
+                each = [cell["pairs"][base][arm]["speedup"]["median"] for cell in cells]
+                mean = mean_interval(np.log(each))
+                over = Interval(*(math.exp(x) for x in (mean.median, mean.low, mean.high)))
+                cell = label(cells[0]["overrides"], cells[0]["mode"])
+                found.append({"cell": cell, "arm": arm, "base": base, "speedup": vars(over), "processes": each})
+    return found
+
+
+def report(found: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]) -> str:
+    """In Markdown: a sentence for each cell, and a table of all pairs."""
+    said = []
+    for cell in reports[0]["cells"]:
+        title, subject = label(cell["overrides"], cell["mode"]), cell["subject"]
+        own = [one for one in found if one["cell"] == title]
+        fastest = min((one for one in own if one["arm"] == subject), key=lambda one: one["speedup"]["median"])
+        over, reach = Interval(**fastest["speedup"]), 0.0
+        for one in own:
+            if is_twin(one["arm"]):
+                reach = max(reach, *(abs(one["speedup"][end] - 1) for end in ("low", "high")))
+        words = f"{subject} {interval_text(over)} × as fast as {fastest['base']}, the fastest other arm"
+        different = not over.holds(1.0) and abs(over.median - 1) > reach
+        said.append(f"- {capital(title)}: {'' if different else 'no difference found: '}{words}.")
+        said[-1] += f" Between processes its standard deviation is {np.std(fastest['processes'], ddof=1):.4f}."
+    said += [f"- Parity, {one['arm']}: {one['verdict']}" for one in reports[0]["parity"]]
+    rows = [
+        [one["cell"], f"{one['arm']} over {one['base']}" + " (A/A)" * one["arm"].endswith(TWIN),
+         interval_text(Interval(**one["speedup"])), " ".join(f"{each:.3f}" for each in one["processes"])]
+        for one in found
+    ]  # fmt: skip
+    head = f"# {len(reports)} processes\n\nIntervals hold the variation between processes."
+    table = markdown(["cell", "arm over base", "speed-up (95 %)", "of each process"], rows)
+    return "\n\n".join([head, "\n".join(map(wrapped, said)), table])

@@ -1,0 +1,37 @@
+"""What two runs of a module give, and in what they differ."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ACCEPTED = {torch.float64: 1e-6, torch.float32: 1e-3}  # ‖found − wanted‖ / ‖wanted‖ of a tensor; 0.05 for the others
+
+
+def floats_in(output: Any, name: str) -> dict[str, Tensor]:
+    """The tensors of floats in an output, tuple, list or mapping, by what a reader would call them."""
+    if isinstance(output, Mapping):
+        inside = [floats_in(one, f"{name}.{key}") for key, one in output.items()]
+    elif isinstance(output, tuple | list):
+        inside = [floats_in(one, f"{name}[{i}]") for i, one in enumerate(output)]
+    else:
+        return {name: output} if isinstance(output, Tensor) and output.is_floating_point() else {}
+    return {name: t for some in inside for name, t in some.items()}
+
+
+def difference(wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype | None = None) -> str:
+    """In words, what differs by more than rounding to dtype, or to that of each tensor; empty if nothing does."""
+    for name in dict.fromkeys((*wanted, *found)):
+        if name not in wanted or name not in found:
+            return f"{name} is there {'before' if name in wanted else 'after'} alone"
+        a, b = wanted[name], found[name]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return f"{name} is {b.dtype} of shape {tuple(b.shape)}, before it was {a.dtype} of {tuple(a.shape)}"
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return f"{name} is infinite or NaN in other places"
+        a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (a, b))
+        error, size = float((b - a).norm()), float(a.norm())
+        if error > _ACCEPTED.get(dtype or wanted[name].dtype, 0.05) * size + 1e-9:
+            return f"{name} is off by {error / max(size, 1e-9):.2g} of its size"
+    return ""

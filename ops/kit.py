@@ -1,0 +1,574 @@
+"""What an operator is: tensors and options by name on the way in, tensors by name on the way out, a kernel each way.
+
+An operator is a subclass of `Op` with one instance; softmax.py is a short one. The kit knows none of them. It gives each
+
+    NAME            what public functions call and an exported program holds; falls apart into the two below wherever it runs
+    NAME_forward    what compiled graphs hold: opaque to torch.compile, so that eager and compiled code give the same bits
+    NAME_backward   its gradients
+    a short way     for eager calls that nobody watches (`torch_state.is_eager`): past the dispatcher, by one look into one memo
+    gradients       of the first order; those of higher order are refused
+
+All three have one schema. A call hands over the tensors that are there, without None, because not everything that rewrites
+calls looks into lists of optional tensors, and one text with names, "given=x,mask scale=1.0 log=False". So an exported program
+says what it asks for, and an operator that has got another option since still runs it, or names what it does not know.
+
+Here i, b and o are Inputs, Backward and Options of an operator; records of tensors have None where there is none.
+"""
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum
+from functools import cache, partial, reduce, wraps
+from importlib import import_module
+from operator import itemgetter, or_
+from typing import Any, cast
+
+import torch
+from torch import Tensor, library
+from torch.autograd import forward_ad
+
+from .tiling import H200, Device
+from .torch_state import (
+    apply_of,
+    below_autograd,
+    has_tangents,
+    is_eager,
+    kinds_of,
+    known_to_inductor,
+    start_of,
+    triton_internals,
+)
+
+# Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
+NAMESPACE = "prenorm_" + __package__.replace(".", "_")
+try:
+    LIBRARY = library.Library(NAMESPACE, "DEF")
+except RuntimeError as error:
+    raise ImportError(
+        f"{__package__}: this process has operators called {NAMESPACE} already. Import the package once, give a copy a name "
+        "that differs in more than dots and underscores, and restart the process after a reload."
+    ) from error
+
+Run = Callable[[tuple], tuple]  # of tensors in the order of one record: tensors in the order of another
+
+
+class Op:
+    """An operator. What `start` and `start_backward` return is kept and called again for other tensors of the same kinds: the
+    same ones there, on the same devices, of the same dtypes, and with the same `width`. The number of rows is no part of it."""
+
+    name: str
+    Inputs: Any  # NamedTuple of tensors; the first is always there
+    Options: Any  # NamedTuple of float, int, bool, torch.dtype and enums, with which all is said that is no tensor
+    Outputs: Any  # NamedTuple of tensors
+    # NamedTuple: the gradients "dX" of those outputs X that have one, first, then inputs and outputs that backward needs.
+    Backward: Any
+    Gradients: Any = None  # NamedTuple; by default a field "dX" for each input X
+    materialize = False  # whether backward gets zeros as the gradient of an output that nobody used, instead of None
+
+    def function(self, given: Collection[str], o: Any) -> str:
+        """The public function, for messages."""
+        return f"{self.name}_fn"
+
+    def width(self, i: tuple) -> Any:
+        """What `start` looks at of shapes and strides."""
+        return i[0].shape[-1]
+
+    def backward_width(self, b: tuple) -> Any:
+        """What `start_backward` looks at of them."""
+        return next(t for t in b if t is not None).shape[-1]
+
+    def outputs(self, i: Any, o: Any) -> Any:
+        """Outputs, allocated: all that forward writes."""
+        raise NotImplementedError
+
+    def start(self, i: Any, o: Any) -> Run:
+        """Forward for tensors of the kinds of i, from Inputs to Outputs."""
+        raise NotImplementedError
+
+    def gradients(self, b: Any, o: Any, wanted: Any) -> Any:
+        """Gradients, allocated. wanted: dtypes in their places, None where nobody wants one."""
+        raise NotImplementedError
+
+    def start_backward(self, b: Any, o: Any, wanted: Any) -> Run:
+        """Backward for tensors of the kinds of b, from Backward to Gradients."""
+        raise NotImplementedError
+
+    # ---- what an operator may say besides ----
+
+    def written(self, given: Collection[str], o: Any) -> Sequence[str]:
+        """The outputs that forward writes. given: the inputs that there are."""
+        return self.Outputs._fields
+
+    def asked(self, given: Collection[str], o: Any) -> Sequence[str]:
+        """The outputs that a caller gets."""
+        return self.written(given, o)
+
+    def view(self, given: Collection[str], o: Any) -> Callable[[tuple, tuple], tuple] | None:
+        """Of Inputs and what was written of Outputs, the outputs with those that are views of inputs."""
+
+    def training(self, of: Any, o: Any, needs: tuple[bool, ...]) -> Any:
+        """The options of a forward whose inputs `needs` have a gradient; of: dtypes of the inputs."""
+        return o
+
+    def kept(self, of: Any, o: Any, needs: tuple[bool, ...]) -> dict[str, str]:
+        """For fields of Backward the inputs and outputs that are kept for them; o: of `training`."""
+        return {name: name for name in self.Backward._fields[self.upstream :]}
+
+    def wanted(self, of: Any, o: Any, needs: tuple[bool, ...], given: Collection[str]) -> tuple[Any, dict[str, str]]:
+        """The gradients that backward computes, as `gradients` has them, and which of its results, or of its inputs, is that of
+        an input. given: fields of Backward that are there."""
+        wanted = [dtype if need else None for dtype, need in zip(of, needs, strict=True)]
+        return self.Gradients._make(wanted), {name: f"d{name}" for name in of._fields}
+
+    def again(self, b: Any, o: Any) -> tuple | None:
+        """Gradients that can be differentiated again, of a linear operator; None: refused."""
+
+    # ---- the machinery ----
+
+    def __init__(self) -> None:
+        if self.Gradients is None:
+            self.Gradients = namedtuple("Gradients", [f"d{name}" for name in self.Inputs._fields])  # type: ignore[misc]
+        upstream = [name for name in self.Backward._fields if name[:1] == "d" and name[1:] in self.Outputs._fields]
+        self.upstream = len(upstream)
+        self.recorded: Any = type(type(self).__name__, (Recorded,), {})  # for the name of its node in autograd's graph
+        self.apply = apply_of(self.recorded)
+        LIBRARY.define(f"{self.name}{SCHEMA}", tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.impl(self.name, self._composite, "CompositeImplicitAutograd")
+        self.op = _operator(self.name)
+        self.forward_op = self._opaque("forward", self.Inputs, self.start, self.width, self.outputs)
+        self.backward_op = self._opaque("backward", self.Backward, self.start_backward, self.backward_width, self.gradients)
+        for op in (self.op, self.forward_op, self.backward_op):
+            library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
+
+    def __call__(self, inputs: tuple, o: Any) -> tuple:
+        """The fields of Outputs, None where not asked for, with gradients. inputs: checked, and where kernels run."""
+        kinds = kinds_of(inputs) if is_eager(()) else None
+        if kinds is None:
+            return self.dispatch(inputs, o)
+        needs = None
+        if torch.is_grad_enabled():
+            needs = tuple([t is not None and t.requires_grad for t in inputs])
+            if True not in needs:
+                needs = None
+        key = self, o, kinds, self.width(inputs), needs
+        call = recall(key) or remember(key, Call(self, o, inputs, needs))
+        return call(inputs) if needs is None else call.recorded(inputs)
+
+    def dispatch(self, inputs: tuple, o: Any) -> tuple:
+        """The same through PyTorch's dispatcher."""
+        given = [name for name, t in zip(self.Inputs._fields, inputs, strict=True) if t is not None]
+        found = self.op(present(inputs), encode(given, o))
+        return fill(self.Outputs, self.asked(given, o), found)
+
+    def _composite(self, tensors: list[Tensor], text: str) -> list[Tensor]:
+        given, (o,), _ = self._parsed(self.Inputs, text)
+        needs = None
+        if torch.is_grad_enabled() or has_tangents():
+            there = dict(zip(given, tensors, strict=True))
+            needs = tuple([name in there and _matters(there[name]) for name in self.Inputs._fields])
+        i = fill(self.Inputs, given, tensors)
+        if needs is None or True not in needs:
+            call = Call(self, o, i, None, eager=False)
+            return [*call.asked(call(i))]
+        return [*self.recorded.apply(Call(self, o, i, needs, eager=False), i, *tensors)]
+
+    def _run(self, record: Any, start: Callable, width: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
+        """One of the opaque operators, which PyTorch hands plain tensors."""
+        _, options, complete = self._parsed(record, text)
+        there = complete((*tensors, None))
+        key = self, record, text, dtypes_of(tensors), tensors[0].device, width(there)
+        run = recall(key) or remember(key, start(record._make(there), *options))
+        return present(run(there))
+
+    def _fake(self, record: Any, empty: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
+        """What it returns, without a value."""
+        known_to_inductor(self.forward_op, self.backward_op)
+        given, options, _ = self._parsed(record, text)
+        return present(empty(fill(record, given, tensors), *options))
+
+    def _opaque(self, what: str, record: Any, start: Callable, width: Callable, empty: Callable) -> Any:
+        name = f"{self.name}_{what}"
+        LIBRARY.define(name + SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+        for key in ("CPU", "CUDA"):  # custom_op takes 170 µs more a call (25 arguments, H200)
+            LIBRARY.impl(name, partial(self._run, record, start, width), key)
+        library.register_fake(f"{NAMESPACE}::{name}", partial(self._fake, record, empty), lib=LIBRARY)
+        return _operator(name)
+
+    def _parsed(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
+        """Of what `encode` made: the names of the tensors; the options, and what is wanted of Gradients if it says so; a
+        function of the tensors, with None behind them, that puts them in the places of the record."""
+        key = self, record, text
+        return recall(key) or remember(key, self._parse(record, text))
+
+    def _parse(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
+        said = dict([word.split("=", 1) for word in text.split(" ")])
+        given, wanted = said.pop("given").split(","), said.pop("wanted", None)
+        dtypes = {} if wanted is None else dict([word.split(":") for word in wanted.split(",") if word])
+        fields, kinds, defaults = record._fields, self.Options.__annotations__, self.Options._field_defaults
+        unknown = [*(said.keys() - kinds.keys()), *(set(given) - set(fields)), *(dtypes.keys() - set(self.Gradients._fields))]
+        missing = kinds.keys() - said.keys() - defaults.keys()
+        if unknown or missing:
+            raise RuntimeError(
+                f"{NAMESPACE}::{self.name}: this program was exported by another version. It asks for "
+                f"{', '.join(unknown) or 'nothing'} that this one does not know, and lacks {', '.join(missing) or 'nothing'}; "
+                f"export it again. It says: {text}"
+            )
+        options = [self.Options(**{name: self._value(name, word) for name, word in said.items()})]
+        if wanted is not None:
+            options.append(fill(self.Gradients, dtypes, [getattr(torch, word) for word in dtypes.values()]))
+        return given, tuple(options), picker(fields, given)
+
+    def _value(self, name: str, word: str) -> Any:
+        """What `_word` was given for this option."""
+        kind = self.Options.__annotations__[name]
+        if kind is torch.dtype:
+            return getattr(torch, word)
+        if not issubclass(kind, Enum):
+            return word == "True" if kind is bool else kind(word)
+        if word not in kind.__members__:
+            accepted = ", ".join(kind.__members__)
+            raise RuntimeError(f"{NAMESPACE}::{self.name}: this program says that {name} is {word}, accepted: {accepted}")
+        return kind[word]
+
+
+SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
+
+
+def encode(given: Iterable[str], o: Any, wanted: Any = None) -> str:
+    """The text of a call: the tensors that are there, of Gradients the wanted ones with their dtypes, the options."""
+    words = [f"given={','.join(given)}"]
+    if wanted is not None:
+        words.append(f"wanted={','.join([f'{name}:{_word(getattr(wanted, name))}' for name in names_of(wanted)])}")
+    return " ".join([*words, *[f"{name}={_word(value)}" for name, value in zip(o._fields, o, strict=True)]])
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Enum):
+        return value.name
+    if torch.compiler.is_dynamo_compiling() and not isinstance(value, bool):
+        (value,) = {value}  # a number that the graph has as a symbol becomes a constant of the graph
+    return repr(value)
+
+
+def _operator(name: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _matters(t: Tensor) -> bool:
+    """Whether a gradient or a tangent is asked for; a Function has no formula for tangents, and says so."""
+    return (torch.is_grad_enabled() and t.requires_grad) or (has_tangents() and forward_ad.unpack_dual(t).tangent is not None)
+
+
+def _one_by_one(op, info, in_dims, tensors, text):
+    """vmap: a call for each sample. PyTorch does that by itself for operators that return no lists."""
+    samples = [
+        op([t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[0], strict=True)], text)
+        for i in range(info.batch_size)
+    ]
+    outputs = [torch.stack(same) for same in zip(*samples, strict=True)]
+    return outputs, [0] * len(outputs)
+
+
+# ---- the memo ----------------------------------------------------------------------------------------------------------------
+
+MOST = 4096  # of what is remembered; what was not used for longest goes first
+_memo: OrderedDict[Any, Any] = OrderedDict()
+
+
+def recall(key: Any) -> Any:
+    try:
+        _memo.move_to_end(key)
+        return _memo[key]
+    except KeyError:
+        return None
+
+
+def remember(key: Any, value: Any) -> Any:
+    _memo[key] = value
+    while len(_memo) > MOST:
+        _memo.popitem(last=False)
+    return value
+
+
+def forget() -> None:
+    """After `kernels.INTERPRET` changed."""
+    _memo.clear()
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """A call with all that follows from its options and the kinds of its inputs: a function from Inputs to Outputs."""
+
+    def __init__(self, op: Op, o: Any, i: tuple, needs: tuple[bool, ...] | None, eager: bool = True) -> None:
+        """needs: the inputs that need a gradient; None: the call has no backward. eager: else through the dispatcher."""
+        self.op, self.given = op, names_of(op.Inputs._make(i))
+        fields, asked = op.Outputs._fields, op.asked(self.given, o)
+        self.asked, self.complete = picker(asked, fields), picker(fields, asked)
+        if needs is not None:
+            self.of = of = op.Inputs._make(dtypes_of(i))
+            o = op.training(of, o, needs)
+            self.there = picker(self.given, op.Inputs._fields)
+            have = {*self.given, *op.written(self.given, o)}
+            kept = {field: source for field, source in op.kept(of, o, needs).items() if source in have}
+            self.keep = picker([*kept.values()], (*op.Inputs._fields, *fields))
+            self.fields = (*[f"d{name}" for name in asked], *kept)
+            self.backward = picker(op.Backward._fields, self.fields)
+            constants = [name for name in asked if f"d{name}" not in op.Backward._fields]
+            self.constants = picker(constants, fields) if constants else None
+        self.o, self.function = o, op.function(self.given, o)
+        self.view = op.view(self.given, o)
+        if eager:
+            self.run = op.start(op.Inputs._make(i), o)
+        else:
+            written, text = op.written(self.given, o), encode(self.given, o)
+            self.run = lambda i: fill(op.Outputs, written, below_autograd(op.forward_op, present(i), text))
+
+    def __call__(self, i: tuple) -> tuple:
+        outputs = self.run(i)
+        return outputs if self.view is None else self.view(i, outputs)
+
+    def recorded(self, i: tuple) -> tuple:
+        """The same with gradients, of an eager call."""
+        return self.complete((*self.op.apply(self, i, *self.there(i)), None))
+
+    def gradients(self, needs: tuple[bool, ...], there: tuple) -> tuple:
+        """Of the inputs that there are, those that autograd needs. there: the upstream gradients, and what was kept."""
+        # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
+        kinds = kinds_of(there) if is_eager(()) else None
+        if kinds is None:
+            return self._backward(needs, there, eager=False)(there)
+        key = self, needs, kinds
+        run = recall(key) or remember(key, self._backward(needs, there, eager=True))
+        return run(there)
+
+    def _backward(self, needs: tuple[bool, ...], there: tuple, eager: bool) -> Run:
+        op, o, needed = self.op, self.o, {name for name, need in zip(self.given, needs, strict=True) if need}
+        complete = self.backward
+        b = op.Backward._make(complete((*there, None)))
+        given = names_of(b)
+        wanted, sources = op.wanted(self.of, o, tuple([name in needed for name in op.Inputs._fields]), given)
+        names = [sources[name] if name in needed else None for name in self.given]
+        pick = picker(names, (*op.Gradients._fields, *op.Backward._fields))
+        if eager:
+            run = op.start_backward(b, o, wanted)
+        else:
+            written, text = names_of(wanted), encode(given, o, wanted)
+            run = lambda b: fill(op.Gradients, written, op.backward_op(present(b), text))  # noqa: E731
+
+        def gradients(there: tuple) -> tuple:
+            b = complete((*there, None))
+            return pick((*run(b), *b, None))
+
+        return gradients
+
+
+def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward of a Function. If it is recorded (create_graph=True), another one through its gradients raises.
+
+    PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
+    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
+
+    ctx.function: the public function, for the message.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *upstream)
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        return refused(ctx.function, gradients)
+
+    return run
+
+
+def refused(function: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The same gradients with a history, whatever they were computed from: a backward that raises."""
+    return _Refused.apply(function, torch.zeros((), device="cpu", requires_grad=True), *gradients)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.name = name
+        return tuple([None if gradient is None else gradient.detach() for gradient in gradients])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name}: its gradients can't be differentiated again. torch.func's transforms (grad, jvp, hessian) run the "
+            "PyTorch reference, which can; so can torch.nn's norms (restore_norms gives back those that replace_norms took)"
+        )
+
+
+class Recorded(torch.autograd.Function):
+    """A call whose inputs need gradients: of the call, Inputs, and again those of them that there are, for autograd to see."""
+
+    @staticmethod
+    def forward(ctx, call: Call, i: tuple, *_):
+        outputs = call.run(i)
+        ctx.save_for_backward(*call.keep((*i, *outputs)))
+        ctx.call, ctx.function = call, call.function
+        ctx.set_materialize_grads(call.op.materialize)
+        if call.constants is not None:
+            ctx.mark_non_differentiable(*call.constants(outputs))
+        if call.view is not None:
+            outputs = call.view(i, outputs)
+        return call.asked(outputs)
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        for t in upstream:
+            if t is not None:
+                break
+        else:  # those who used the outputs have given no gradient
+            return (None,) * len(ctx.needs_input_grad)
+        call, there, needs = ctx.call, (*upstream, *ctx.saved_tensors), ctx.needs_input_grad[2:]
+        if not torch.is_grad_enabled():
+            return None, None, *call.gradients(needs, there)
+        gradients = call.op.again(call.backward((*there, None)), call.o)
+        if gradients is None:
+            with torch.no_grad():
+                gradients = call.gradients(needs, there)
+            gradients = refused(call.function, gradients)
+        return None, None, *gradients
+
+
+# ---- records -----------------------------------------------------------------------------------------------------------------
+
+
+def dtypes_of(record: Iterable[Tensor | None]) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if t is None else t.dtype for t in record])
+
+
+def present(record: Iterable[Tensor | None]) -> list[Tensor]:
+    return [t for t in record if t is not None]
+
+
+def names_of(record: Any) -> list[str]:
+    """The fields of a record that are not None."""
+    return [name for name, value in zip(record._fields, record, strict=True) if value is not None]
+
+
+def fill(record: Any, names: Iterable[str], values: Iterable[Any]) -> Any:
+    """A record of this class with these fields; the others are None."""
+    return record(**dict.fromkeys(record._fields) | dict(zip(names, values, strict=True)))
+
+
+def picker(names: Sequence[str | None], among: Sequence[str]) -> Callable[[tuple], tuple]:
+    """A function of a tuple of what `among` names, with None behind it, that returns what has these names, in this order; None
+    where `among` lacks the name."""
+    places = [among.index(name) if name in among else len(among) for name in names]
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda values: (values[places[0]],)) if places else (lambda values: ())  # itemgetter of one place gives no tuple
+
+
+# ---- launches ----------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def kernels(name: str) -> Any:
+    """A module of kernels, imported when its first one is about to start: without a GPU, Triton may be missing."""
+    return import_module(f".kernels.{name}", __package__)
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    return getattr(import_module("triton.language"), str(dtype).removeprefix("torch."))
+
+
+@cache
+def internals() -> Any:
+    """Of Triton, which is imported when the first kernel is about to start: without a GPU it may be missing."""
+    return triton_internals()
+
+
+class Launcher:
+    """A kernel and the options of its launch, for one set of tensor dtypes (or absences) on one device.
+
+    All that a compiled variant depends on from call to call is whether each pointer is 16-byte aligned: numbers are not
+    specialised. So the variant for aligned pointers is kept and started without Triton's look at each argument, which takes
+    longer than the launch.
+    """
+
+    def __init__(
+        self, kernel: Any, record: type, device: torch.device, strided: Sequence[str] = (), programs_y: int = 1,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """record: NamedTuple of the kernel's tensors; strided: those whose strides the kernel is told; programs_y: the grid's
+        second dimension; options: None for what the launch does without."""
+        self.kernel, self.record, self.strided, self.programs_y = kernel, cast(Any, record), strided, programs_y
+        self.options = {name: value for name, value in options.items() if value is not None}
+        self.index = device.index if device.type == "cuda" else None
+        self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
+        self.internals = internals()
+        in_use = self.internals.driver.active if self.internals and self.index is not None else None
+        self.current_stream: Callable = in_use.get_current_stream if in_use else int
+        self.again: tuple[Callable[..., None], tuple] | None = None  # `start_of` the variant for aligned pointers
+        self.there: Callable[[tuple], tuple]  # the tensors that are not None
+        self.dense: Callable[[tuple], tuple]  # of those, the ones that must be contiguous
+        self.places: Callable[[tuple], tuple]  # their pointers, with None behind them, in the places of the record
+
+    def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *rest: Any) -> None:
+        """Starts the kernel on the current stream of its device.
+
+        tensors: the fields of the record, copied where they are neither contiguous nor strided, as kernels read rows that lie
+        next to each other; rest: the arguments behind them.
+        """
+        if programs == 0:
+            return
+        # Triton launches on the current device, which need not be the tensors'.
+        if self.may_be_elsewhere and self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):
+                return self(programs, tensors, *rest)
+        again = self.again
+        if again is not None and not observed(self.internals.knobs.runtime):
+            there = self.there(tensors)
+            pointers = tuple(map(Tensor.data_ptr, there))
+            if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
+                run, known = again
+                stream = self.current_stream(self.index)
+                run(programs, self.programs_y, 1, stream, *known, self.places((*pointers, None)), *rest)
+                return
+        named = zip(self.record._fields, tensors, strict=True)
+        tensors = tuple([t if t is None or name in self.strided else t.contiguous() for name, t in named])
+        compiled = self.kernel[(programs, self.programs_y)](self.record(*tensors), *rest, **self.options)
+        is_known = self.internals and isinstance(compiled, self.internals.CompiledKernel)
+        if is_known and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
+            fields, names = self.record._fields, names_of(self.record(*tensors))
+            dense = [name for name in names if name not in self.strided]
+            self.there, self.places = picker(names, fields), picker(fields, names)
+            self.dense = tuple if dense == names else picker(dense, names)
+            self.again = start_of(compiled)
+
+
+def specialised(number: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles for of an int that it is not told to leave alone."""
+    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
+
+
+def observed(runtime: Any) -> bool:
+    """Whether a profiler wants to hear of launches. runtime: Triton's knobs of it."""
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+@cache
+def device_facts(device: torch.device) -> Device:
+    """Cached: asking the driver costs more than a launch."""
+    if device.type != "cuda":
+        # The interpreter: two multiprocessors, so that partial sums are really summed; its programs run one after another.
+        return H200._replace(multiprocessors=2, cooperative=False, since_sm_90=False)
+    facts = torch.cuda.get_device_properties(device)
+    return Device(
+        multiprocessors=facts.multi_processor_count,
+        shared_memory=getattr(facts, "shared_memory_per_block_optin", 0) or facts.shared_memory_per_block,
+        bandwidth=2000 * facts.memory_clock_rate * facts.memory_bus_width / 8,  # kHz, two transfers a clock; bits
+        warp_size=facts.warp_size,
+        cooperative=torch.version.hip is None,
+        since_sm_90=torch.version.hip is None and facts.major >= 9,
+    )

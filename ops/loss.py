@@ -1,0 +1,596 @@
+"""Cross-entropy of logits, and of the product that makes them, whose logits are then nobody's but the loss's."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import checks, kit
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
+from .kernels import INTERPRET, runs_kernels
+from .tiling import REGISTERS
+from .torch_state import is_eager, transformed_by_func
+
+
+class Reduction(IntEnum):
+    none = 0
+    mean = 1
+    sum = 2
+
+
+class Options(NamedTuple):
+    reduction: Reduction
+    ignore_index: int
+    softcap: float  # 0: none
+    z_loss: float
+    label_smoothing: float
+    in_place: bool = False  # forward overwrites the logits with their gradient; of eager calls alone
+    # Of the product and its loss:
+    chunks: int = 1
+    dtype: torch.dtype = torch.float32  # of the product
+    needs_hidden: bool = False
+    needs_weight: bool = False
+
+
+def cross_entropy_fn(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    in_place: bool = False,
+) -> Tensor:
+    """-log softmax(x)[target] in nats, x = logits or softcap · tanh(logits / softcap); computed in fp32.
+
+    The formulas stand in `kernels.cross_entropy`. The loss agrees with `F.cross_entropy` of fp32 logits; a row that is -inf
+    throughout gives NaN, and the mean over no targets too.
+
+    With in_place=True this call overwrites the logits with their gradient, so that each logit is read once: in eager mode on
+    kernels, for the mean and the sum of bf16 or fp32 logits that need a gradient. Their version counter says so: whoever has
+    saved the logits for a backward pass of his own gets PyTorch's error, and so does a second backward through this call.
+    Whoever reads their values afterwards reads the gradient. Elsewhere (torch.compile, the reference, no gradients, fp16,
+    reduction="none") nothing is overwritten.
+
+    Args:
+        logits: (..., V) in bf16, fp16 or fp32; elsewhere than on a GPU also fp64.
+        targets: (...) int64 or int32: columns, or ignore_index where a row doesn't count. Another number raises IndexError on
+            the CPU; on a GPU it stops the kernel with an assertion, after which the process must end, as with PyTorch.
+        reduction: "mean" over the rows that count, "sum" or "none". No choice waits for the device.
+        softcap: Gemma 2's cap of logits, above 0; None: none.
+        z_loss: times log(Σ exp x)² is added to the loss of a row (PaLM, arXiv:2204.02311).
+        label_smoothing: in [0, 1], as for `F.cross_entropy`.
+
+    Returns:
+        A scalar, or (...) for "none"; fp32, or fp64 for fp64 logits.
+
+    Raises:
+        TypeError: logits or targets are no tensors, or in_place is neither true nor false.
+        ValueError: a shape, dtype, device or option that doesn't fit; in_place=True and logits that are a leaf which requires
+            a gradient, or whose rows don't lie apart at one distance, each without gaps.
+    """
+    name = "cross_entropy_fn"
+    kernels = isinstance(logits, Tensor) and runs_kernels(logits.device) and not transformed_by_func()
+    options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
+    checks.check_tensor(name, "logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
+    checks.check_dtype(name, "logits", logits, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
+    check_targets(name, targets, logits, "logits")
+    (in_place,) = checks.as_flags(name, in_place=in_place).values()
+    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    in_place = in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
+    if in_place:
+        check_overwritable(name, logits, rows)
+    if not kernels:
+        total, _ = plain_finish(plain_losses(rows, flat, options), flat, options)
+    else:
+        # The factor of the loss isn't known yet for a row's own, and in fp16 p / count is often 0.
+        late = options.reduction == Reduction.none or logits.dtype == torch.float16
+        if in_place and not late and is_eager((logits, targets)):
+            options = options._replace(in_place=True)
+        total = cross_entropy(Inputs(rows, flat), options)[0]
+    return total.view(targets.shape) if options.reduction == Reduction.none else total
+
+
+def linear_cross_entropy_fn(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunks: int = 1,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """cross_entropy_fn(hidden @ weight.T, targets), with the gradients of hidden and weight computed at once.
+
+    The logits live only inside this call, so their gradient always takes their memory, also under torch.compile. Backward
+    multiplies the gradients of hidden and weight by its upstream gradient.
+
+    Args:
+        hidden: (..., K) in bf16, fp16, fp32, or fp64, in which no kernels but PyTorch's operations compute the loss.
+        weight: (V, K). The product runs in autocast's dtype, or else in weight's.
+        chunks: the rows are taken in so many parts, so that 1 / chunks of the logits is there at a time.
+        reduction: "mean" or "sum".
+        The others as for `cross_entropy_fn`.
+
+    Returns:
+        A scalar in fp32, or fp64 for fp64 hidden and weight.
+
+    Raises:
+        TypeError, ValueError: as `cross_entropy_fn`.
+    """
+    name = "linear_cross_entropy_fn"
+    options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
+    if options.reduction == Reduction.none:
+        raise ValueError(f'{name}: reduction is "none", accepted: mean, sum')
+    checks.check_tensor(name, "hidden", hidden)
+    checks.check_dtype(name, "hidden", hidden, REFERENCE_DTYPES)
+    checks.check_operand(name, "weight", weight, hidden, REFERENCE_DTYPES, "hidden")
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
+        shapes = f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
+        raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with K and V ≥ 1")
+    check_targets(name, targets, hidden, "hidden")
+    chunks = checks.as_size(name, "chunks", chunks, 1)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if transformed_by_func() or device not in ("cpu", "cuda", "meta"):  # no operator there
+        losses = plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options)
+        return plain_finish(losses, targets, options)[0]
+    return linear_cross_entropy(LinearInputs(rows, weight, targets), options._replace(chunks=chunks, dtype=dtype))[0]
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------------------
+
+
+def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_loss: Any, label_smoothing: Any) -> Options:
+    if reduction not in Reduction.__members__:
+        raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(Reduction.__members__)}")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
+    above = "a finite number above 0, or None for none"
+    cap = 0.0 if softcap is None else checks.as_number(name, "softcap", softcap, above, lambda c: 0.0 < c < math.inf)
+    z_loss = checks.as_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
+    label_smoothing = checks.as_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
+    return Options(Reduction[reduction], ignore_index, cap, z_loss, label_smoothing)
+
+
+def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:
+    """One for each row of `like`, which is called `of`."""
+    checks.check_operand(name, "targets", targets, like, (torch.int64, torch.int32), of)
+    shape = like.shape[:-1]
+    if targets.shape != shape:
+        raise ValueError(f"{name}: targets has shape {tuple(targets.shape)}, expected {tuple(shape)}, a row of {of} for each")
+
+
+def check_overwritable(name: str, logits: Tensor, rows: Tensor) -> None:
+    """rows [M, V] have to be a view of the logits."""
+    if logits.is_leaf:
+        raise ValueError(f"{name}: in_place=True would overwrite logits, a leaf that requires a gradient; leave in_place out")
+    if rows.numel() and (rows.data_ptr() != logits.data_ptr() or rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]):
+        raise ValueError(
+            f"{name}: in_place=True needs logits whose rows lie at one distance, without gaps inside; got strides "
+            f"{logits.stride()} for shape {tuple(logits.shape)}. Leave in_place out, or pass logits.contiguous()"
+        )
+
+
+# ---- operators ---------------------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    logits: Tensor  # [M, V]
+    targets: Tensor  # [M]
+
+
+class Outputs(NamedTuple):
+    total: Tensor  # [M], or their sum or mean as a scalar
+    stats: Tensor | None  # fp32 [M, 2], of the rows, for backward
+    scale: Tensor | None  # fp32 [1]: for the mean, 1 over the number of targets that count
+
+
+class Backward(NamedTuple):
+    dtotal: Tensor
+    logits: Tensor  # their gradient, in place
+    targets: Tensor
+    stats: Tensor | None
+    scale: Tensor | None
+
+
+class CrossEntropy(kit.Op):
+    name, Inputs, Options, Outputs, Backward = "cross_entropy", Inputs, Options, Outputs, Backward
+
+    def backward_width(self, b):
+        return b[1].shape[-1]
+
+    def written(self, given, o):
+        return ["total", *["stats"] * (not o.in_place), *["scale"] * (o.reduction == Reduction.mean and not o.in_place)]
+
+    def asked(self, given, o):
+        return ["total"]
+
+    def outputs(self, i, o):
+        M = i.logits.shape[0]
+        shapes = (M,) if o.reduction == Reduction.none else (), (M, 2), (1,) if o.reduction == Reduction.mean else None
+        return Outputs._make([shape if shape is None else i.logits.new_empty(shape, dtype=torch.float32) for shape in shapes])
+
+    def gradients(self, b, o, wanted):
+        return self.Gradients(torch.empty(b.logits.shape, dtype=b.logits.dtype, device=b.logits.device), None)
+
+    def start(self, i, o):
+        losses = losses_of(i.logits.shape[1], i.logits.itemsize, o, o.in_place)
+
+        def run(i):
+            logits, targets = i
+            if o.in_place:
+                scale = scale_of(targets, o)
+                found = losses(logits, targets, scale=scale)
+                torch.autograd.graph.increment_version(logits)
+                return reduced(found, scale, o), None, None
+            stats = logits.new_empty((len(logits), 2), dtype=torch.float32)
+            found = losses(logits, targets, stats=stats)
+            scale = scale_of(targets, o)
+            return reduced(found, scale, o), stats, scale
+
+        return run
+
+    def start_backward(self, b, o, wanted):
+        """In place the logits [M, V] are a view of what forward has overwritten. Autograd itself refuses a second backward, as
+        their version that forward has saved is gone."""
+        write = gradient_of(b.logits.shape[1], b.logits.itemsize, o)
+
+        def run(b):
+            dtotal, logits, targets, stats, scale = b
+            if o.in_place:
+                logits = logits.detach()
+                multiply(logits, dtotal)
+                torch.autograd.graph.increment_version(logits)
+                return logits, None
+            out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            write(dtotal, logits, targets, stats, scale, out)
+            return out, None
+
+        return run
+
+
+cross_entropy = CrossEntropy()
+
+
+class LinearInputs(NamedTuple):
+    hidden: Tensor  # [M, K]
+    weight: Tensor  # [V, K]
+    targets: Tensor  # [M]
+
+
+class LinearOutputs(NamedTuple):
+    """The products are the gradients of hidden and weight but for two factors: `scale`, and what comes upstream.
+
+    The scale comes last because p / count is often 0 in fp16, and because backward has a factor of its own anyway. That of the
+    sum is 1. Where no target counts either is infinite, and the products are zeros."""
+
+    total: Tensor
+    scale: Tensor  # [1]
+    hidden_product: Tensor | None
+    weight_product: Tensor | None
+
+
+class LinearBackward(NamedTuple):
+    dtotal: Tensor
+    scale: Tensor
+    hidden_product: Tensor | None
+    weight_product: Tensor | None
+
+
+class LinearCrossEntropy(kit.Op):
+    name, Inputs, Options = "linear_cross_entropy", LinearInputs, Options
+    Outputs, Backward = LinearOutputs, LinearBackward
+
+    def width(self, i):
+        return len(i[1])
+
+    def backward_width(self, b):
+        return None
+
+    def written(self, given, o):
+        return ["total", "scale", *["hidden_product"] * o.needs_hidden, *["weight_product"] * o.needs_weight]
+
+    def asked(self, given, o):
+        return ["total"]
+
+    def training(self, of, o, needs):
+        return o._replace(needs_hidden=needs[0], needs_weight=needs[1])
+
+    def outputs(self, i, o):
+        wide = torch.promote_types(o.dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones
+        return LinearOutputs(
+            i.hidden.new_empty((), dtype=wide),
+            i.hidden.new_empty(1, dtype=wide),
+            i.hidden.new_empty(i.hidden.shape) if o.needs_hidden else None,
+            i.weight.new_empty(i.weight.shape, dtype=wide) if o.needs_weight else None,
+        )
+
+    def gradients(self, b, o, wanted):
+        products = zip(b[2:], wanted[:2], strict=True)
+        return self.Gradients(*[None if dtype is None else torch.empty_like(t, dtype=dtype) for t, dtype in products], None)
+
+    def start(self, i, o):
+        differentiates = o.needs_hidden or o.needs_weight
+        losses: Callable[..., Tensor] = partial(plain_losses, o=o, overwrites=differentiates)
+        finish: Callable[..., tuple] = plain_finish
+        if runs_kernels(i.hidden.device) and o.dtype != torch.float64:
+            losses, finish = losses_of(len(i.weight), o.dtype.itemsize, o, differentiates), finish_by_kernels
+
+        def run(i):
+            hidden, weight, targets = i = LinearInputs(*i)
+            _, _, dhidden, dweight = self.outputs(i, o)
+            found = []
+            with torch.autocast(hidden.device.type, enabled=False):
+                weight = weight.to(o.dtype)
+                size = max(1, -(-len(hidden) // o.chunks))
+                for first in range(0, max(1, len(hidden)), size):
+                    part = slice(first, first + size)
+                    h = hidden[part].to(o.dtype)
+                    logits = F.linear(h, weight)
+                    found.append(losses(logits, targets[part]))  # which may leave dloss/dlogits as logits
+                    if dhidden is not None:
+                        dhidden[part] = logits @ weight
+                    if dweight is not None:
+                        _add_product(dweight, logits, h, first > 0)
+            total, scale = finish(torch.cat(found), targets, o)
+            if scale is None:
+                scale = 1 / (targets != o.ignore_index).any().to(total.dtype).view(1)
+            return total, scale, dhidden, dweight
+
+        return run
+
+    def start_backward(self, b, o, wanted):
+        def run(b):
+            dtotal, scale, *products = b
+            factor = (dtotal * scale).masked_fill(scale.isinf(), 0.0)  # zeros stay zeros, also where 1 / 0 items is upstream
+            found = self.gradients(LinearBackward(*b), o, wanted)
+            for product, gradient in zip(products, found, strict=False):
+                if gradient is not None:
+                    torch.mul(product, factor, out=gradient)  # in the factor's fp32, rounded once
+            return found
+
+        return run
+
+
+linear_cross_entropy = LinearCrossEntropy()
+
+
+def _add_product(dweight: Tensor, dlogits: Tensor, h: Tensor, adds: bool) -> None:
+    """dweight = dlogits.T @ h, or += where it adds. Tensor cores sum in fp32 and write that."""
+    if dlogits.is_cuda and dlogits.dtype != dweight.dtype:
+        if adds:
+            torch.ops.aten.addmm.dtype_out(dweight, dlogits.mT, h, dweight.dtype, out=dweight)
+        else:
+            torch.ops.aten.mm.dtype_out(dlogits.mT, h, dweight.dtype, out=dweight)
+    else:
+        torch.addmm(dweight, dlogits.mT.to(dweight.dtype), h.to(dweight.dtype), beta=int(adds), out=dweight)
+
+
+# ---- launches ----------------------------------------------------------------------------------------------------------------
+
+GROUP = 4  # blocks
+PROGRAMS_PER_SM = 8  # of a kernel that mostly has nothing to do
+
+
+@dataclass(frozen=True)
+class LossTile:
+    block: int  # columns
+    held: int  # blocks of a row in registers
+    group: int  # blocks that are loaded together of what is not held
+    warps: int
+    programs_per_sm: int = 0  # that registers are to suffice for; 0: as many as they do
+
+
+# Bytes of a row: warps, and programs on a multiprocessor. The second reading of a row comes from L2, as long as all rows in
+# work fit there (132 x 2 x 100 KB, or 132 x 250 KB, of an H100's 50 MB). It is free then: 50304 columns in bf16 take 1.03 times
+# as long as a copy of them.
+_BY_SIZE = {2048: (1, 0), 12 * 1024: (4, 0), 48 * 1024: (8, 4), 112 * 1024: (16, 2), math.inf: (32, 1)}
+
+
+def loss_tile(V: int, itemsize: int) -> LossTile:
+    """The launch that computes loss and gradient of rows of V logits."""
+    vector = 16 // itemsize
+    warps, programs = next(tile for size, tile in _BY_SIZE.items() if V * itemsize <= size)
+    block = 32 * vector * warps
+    held = held_blocks(V, vector, block)
+    if warps == 32 and held == 1:  # such a row may not fit L2, and registers have room for more of it
+        held += GROUP
+    return LossTile(block, held, GROUP, warps, programs)
+
+
+def streaming_tile(V: int, itemsize: int) -> LossTile:
+    """The launch that computes the loss alone, or the gradient from known statistics."""
+    vector = 16 // itemsize
+    warps = min(8, 1 << max(0, (V // (128 * vector)).bit_length() - 1))
+    block = 32 * vector * warps
+    return LossTile(block, held_blocks(V, vector, block), GROUP, warps)
+
+
+def held_blocks(V: int, vector: int, block: int) -> int:
+    """What remains of a row behind the whole groups that lie inside it, which then need no masks; a group if nothing does."""
+    columns = V if V % vector == 0 else V + vector - 1  # rows that begin anywhere are read from a vector's begin on
+    group = GROUP * block
+    if group > V:
+        return GROUP if 32 * vector == block else 1  # rows so short are read from L1 again, but by a single warp
+    return -(-(columns - max(0, V // group - (V % group == 0)) * group) // block)
+
+
+def losses_of(V: int, itemsize: int, o: Options, overwrites: bool) -> Callable[..., Tensor]:
+    """The losses, fp32 [M], of logits [M, V] and targets. overwrites: the logits become scale · dloss/dlogits."""
+    kernels, tile = kit.kernels("cross_entropy"), (loss_tile if overwrites else streaming_tile)(V, itemsize)
+    registers = REGISTERS // (32 * tile.warps * max(1, tile.programs_per_sm)) // 8 * 8
+    launch = _on_rows(
+        kernels.cross_entropy_kernel, o, tile, maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
+        **({} if INTERPRET else {"debug": True, "sanitize_overflow": False}),  # for the check of the targets
+    )  # fmt: skip
+
+    def losses(logits: Tensor, targets: Tensor, stats: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        """stats: fp32 [M, 2] for statistics of the rows; scale: fp32 [1], None for 1."""
+        if INTERPRET:  # which lets the kernel's own check pass, and reads there
+            wrong = targets[(targets != o.ignore_index) & ((targets < 0) | (targets >= V))]
+            if len(wrong):
+                raise IndexError(f"Target {wrong[0]} is out of bounds.")
+        loss = logits.new_empty(len(logits), dtype=torch.float32)
+        logits = dense(logits)
+        launch(len(logits), kernels.Pointers(logits, logits if overwrites else None, targets, loss, stats, scale))
+        return loss
+
+    return losses
+
+
+def gradient_of(V: int, itemsize: int, o: Options) -> Callable[..., None]:
+    """Writes the gradient of logits [M, V] into `out`."""
+    kernels, tile = kit.kernels("cross_entropy"), replace(streaming_tile(V, itemsize), held=0)
+    launch = _on_rows(kernels.cross_entropy_gradient_kernel, o, tile, o.reduction == Reduction.none)
+
+    def write(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor | None, out: Tensor) -> None:
+        logits = dense(logits)
+        p = kernels.Pointers(logits, out, targets, stats=stats, scale=scale, dloss=dloss)
+        launch(len(logits), p, lambda columns: -(-columns // (tile.group * tile.block)))
+
+    return write
+
+
+def _on_rows(kernel: Any, o: Options, tile: LossTile, *more: Any, **options: Any) -> Callable[..., None]:
+    """Starts a kernel on rows of logits, given how many there are, Pointers, and how many programs there are for the columns
+    of a row. What is compiled for strides and alignment is worked out once for each."""
+    kernels, key = kit.kernels("cross_entropy"), object()
+
+    def made(p: Any, strides: tuple[int, int], unit: int, shifted: bool, pairs: bool) -> tuple:
+        logits = p.logits
+        how = kernels.RowTile(
+            logits.shape[1], tile.block, tile.held, tile.group, pairs, 16 // logits.itemsize, shifted, unit,
+            kit.triton_dtype(logits.dtype), GRADIENT=p.gradient is not None, SOFTCAP=o.softcap > 0,
+            SMOOTHING=o.label_smoothing > 0,
+        )  # fmt: skip
+        rest = (strides[0] // unit, strides[1] // unit, *o[1:5], *more, how)
+        rows = ("logits", "gradient")
+        return kit.Launcher(kernel, kernels.Pointers, logits.device, rows, num_warps=tile.warps, **options), rest
+
+    def launch(M: int, p: Any, programs: Callable[[int], int] = lambda columns: 1) -> None:
+        logits, out = p.logits, p.gradient
+        V, itemsize = logits.shape[1], logits.itemsize
+        strides = logits.stride(0), 0 if out is None else out.stride(0)
+        unit = gcd(16, *strides)
+        at = logits.data_ptr() | (0 if out is None else out.data_ptr())
+        # Rows that begin anywhere are read from the 16-byte boundary before them, where that is the same in both tensors.
+        shifted = bool((V | strides[0]) * itemsize % 16) and (out is None or strides[0] == strides[1]) and at % 16 == 0
+        pairs = itemsize == 2 and ((V % 2 == 0 and unit % 2 == 0 and at % 4 == 0) or shifted)
+        layout = strides, unit, shifted, pairs
+        start, numbers = kit.recall((key, *layout)) or kit.remember((key, *layout), made(p, *layout))
+        start(M * programs(V + (16 // itemsize - 1) * shifted), p, *numbers)
+
+    return launch
+
+
+def dense(rows: Tensor) -> Tensor:
+    """Rows that the kernels can read: without gaps inside."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def finish_by_kernels(losses: Tensor, targets: Tensor, o: Options) -> tuple[Tensor, Tensor | None]:
+    """The reduced loss, and `scale_of` the targets."""
+    scale = scale_of(targets, o)
+    return reduced(losses, scale, o), scale
+
+
+def scale_of(targets: Tensor, o: Options) -> Tensor | None:
+    """fp32 [1]: for the mean, 1 over the number of targets that count."""
+    if o.reduction != Reduction.mean:
+        return None
+    kernels, scale, M = kit.kernels("cross_entropy"), targets.new_empty(1, dtype=torch.float32), len(targets)
+    block, warps = _line(M)
+    p = kernels.Pointers(targets=targets, scale=scale)
+    _start(kernels.count_targets_kernel, 1, p, (o.ignore_index, block), M, o.ignore_index, block, num_warps=warps)
+    return scale
+
+
+def reduced(losses: Tensor, scale: Tensor | None, o: Options) -> Tensor:
+    """[M], or their sum or mean as a scalar, added in a fixed order."""
+    if o.reduction == Reduction.none:
+        return losses
+    kernels, total, M = kit.kernels("cross_entropy"), losses.new_empty(()), len(losses)
+    block, warps = _line(M)
+    p = kernels.Pointers(loss=losses, scale=scale, total=total)
+    _start(kernels.sum_losses_kernel, 1, p, (block,), M, block, num_warps=warps)
+    return total
+
+
+def multiply(rows: Tensor, factor: Tensor) -> None:
+    """rows [M, V] *= factor, a scalar on the device; reads nothing where that is 1."""
+    kernels, (M, V), stride = kit.kernels("cross_entropy"), rows.shape, rows.stride(0)
+    block = min(4096, 1 << (V - 1).bit_length())
+    blocks = -(-V // block)
+    programs = blocks * min(M, max(1, PROGRAMS_PER_SM * kit.device_facts(rows.device).multiprocessors // blocks))
+    _start(kernels.scale_kernel, programs, kernels.Pointers(gradient=rows, dloss=factor), (stride, V), stride, M, V, block)
+
+
+def _line(M: int) -> tuple[int, int]:
+    """Block and warps of the one program that reads M numbers."""
+    block = min(16384, max(16, 1 << (M - 1).bit_length() if M else 1))
+    return block, max(1, block // 512)
+
+
+def _start(kernel: Any, programs: int, p: Any, compiled: tuple, *rest: Any, num_warps: int = 8) -> None:
+    """compiled: of the rest, what a kernel is compiled for."""
+    device = next(t.device for t in p if t is not None)
+    key = kernel.__name__, device, kit.dtypes_of(p), compiled
+    rows = ("logits", "gradient")
+    start = kit.recall(key) or kit.remember(key, kit.Launcher(kernel, type(p), device, rows, num_warps=num_warps))
+    start(programs, p, *rest)
+
+
+# ---- reference ---------------------------------------------------------------------------------------------------------------
+# The formulas of `kernels.cross_entropy` in PyTorch's own operations, in fp32, or in fp64 for fp64 logits.
+
+
+def plain_losses(logits: Tensor, targets: Tensor, o: Options, overwrites: bool = False) -> Tensor:
+    """[M], of logits [M, V]; 0 where the target is ignored. Differentiable, or the logits become the gradient of each."""
+    x = _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), o)
+    found = F.cross_entropy(x, targets.long(), ignore_index=o.ignore_index, reduction="none", label_smoothing=o.label_smoothing)
+    if o.z_loss:
+        found = found + (o.z_loss * torch.logsumexp(x, -1).square()).masked_fill(targets == o.ignore_index, 0.0)
+    if overwrites:
+        logits.copy_(plain_gradient(logits, targets, o))
+    return found
+
+
+def plain_gradient(logits: Tensor, targets: Tensor, o: Options) -> Tensor:
+    """[M, V], of each row's loss: in fp32 or fp64."""
+    x = _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), o)
+    lse = torch.logsumexp(x, -1, keepdim=True)
+    counts = (targets != o.ignore_index)[:, None]
+    g = torch.softmax(x, -1) * (1 + 2 * o.z_loss * lse) - o.label_smoothing / x.shape[1]
+    column = targets.long()[:, None].where(counts, 0)
+    g.scatter_add_(1, column, g.new_full((), o.label_smoothing - 1.0).expand(column.shape))
+    if o.softcap:
+        g *= 1 - (x / o.softcap).square()
+    return g.masked_fill_(~counts, 0.0)
+
+
+def _capped(x: Tensor, o: Options) -> Tensor:
+    return o.softcap * torch.tanh(x / o.softcap) if o.softcap else x
+
+
+def plain_finish(losses: Tensor, targets: Tensor, o: Options) -> tuple[Tensor, Tensor | None]:
+    """[M], their sum, or their mean over the targets that count; and 1 / count for the mean, [1]."""
+    if o.reduction != Reduction.mean:
+        return losses if o.reduction == Reduction.none else losses.sum(), None
+    count = (targets != o.ignore_index).sum().to(losses.dtype)
+    return losses.sum() / count, (1 / count).view(1)

@@ -1,0 +1,690 @@
+"""Dropout → add → norm: the public functions, what follows from a call's options, gradients, launches.
+
+`layer_norm_fn` and `rms_norm_fn` have the interface of FlashAttention's Triton functions, argument for argument.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, kit, reference
+from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, SHAPE_OF_X, check_operands, function_name
+from .kernels import runs_kernels
+from .kit import names_of
+from .philox import draw_seed, drop_threshold, keep_scale, seed_tensor
+from .records import (
+    OPERANDS,
+    ROWSCALES,
+    SCALARS,
+    WEIGHTS,
+    BackwardInputs,
+    Gradients,
+    Inputs,
+    Options,
+    Outputs,
+    outputs_of,
+)
+from .reference import Norm
+from .tiling import Tile, Work, backward_tile, forward_tile, most_registers
+from .torch_state import PLAIN, differentiated_by_func, is_eager
+
+_LAYERNORM, _RMSNORM, _NONE = Norm.layernorm, Norm.rmsnorm, Norm.none  # an eager call pays for each look into an Enum
+
+
+def norm_fn(
+    norm: Norm | str,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    rowscale1: Tensor | None = None,
+    scalars: Tensor | None = None,
+    branch_norm: Norm | str | None = None,
+    branch_weight: Tensor | None = None,
+    branch_bias: Tensor | None = None,
+    branch_scalars: Tensor | None = None,
+    residual_scale: float = 1.0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    return_statistics: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    seed: Tensor | int | None = None,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """Dropout → add → norm in one kernel.
+
+        z = dropout(B(x) · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual_scale · residual       in fp32
+        r = z rounded to the residual dtype                                                     the new residual stream
+        x̂ = (r − mean(r)) · rstd(r)  layernorm      r · rstd(r)  rmsnorm      r  none
+            tanh(α · r)              dyt            erf(α · r + s)  derf
+        y = x̂ · (weight + offset) + bias,   y1 = x̂ · (weight1 + offset) + bias1
+
+    B is x itself or, with branch_norm, branch_weight or branch_bias, a norm of x with parameters of its own: the sandwich of
+    Gemma 2 and 3 (r = r + N₁(f(N₂ r))), and with norm="none" that of OLMo 2 (r = r + N₁(f(r))). A branch_weight alone is
+    LayerScale (arXiv:2103.17239).
+
+    Args:
+        norm: "layernorm" (Ba et al. 2016, biased variance), "rmsnorm" (Zhang & Sennrich 2019), "dyt" (Dynamic Tanh,
+            arXiv:2503.10622), "derf" (arXiv:2512.10938) or "none".
+        x: (..., N), bf16, fp16 or fp32 in any mix with the others; fp64 too where the PyTorch reference runs.
+        weight, bias: (N,); None is 1 and 0.
+        residual: shape of x; the residual stream so far, in its own dtype.
+        x1: shape of x; a second branch added to the stream (parallel attention and MLP).
+        weight1, bias1: (N,); a second affine map of the same x̂. The output y1 is there when either is given.
+        eps: added to the variance or the mean square, of the branch too.
+        dropout_p: in [0, 1), on x and on x1 with independent masks.
+        rowscale, rowscale1: one factor for each row, x's leading shape or flat (M,); for stochastic depth.
+        scalars: (1,), α of "dyt", or (2,), α and s of "derf"; None is 1 and 0. The other norms have none.
+        branch_norm: like norm, of x alone and before the add; its rows are normalised as they are read, in fp32.
+        branch_weight, branch_bias, branch_scalars: of that norm. With x1 there is no branch norm.
+        residual_scale: a constant factor of the residual (DeepNorm, arXiv:2203.00555).
+        prenorm: also return r.
+        residual_in_fp32: keep r in fp32 where no residual says otherwise; else r has x's dtype.
+        zero_centered_weight: offset is 1 instead of 0, for weight, weight1 and branch_weight.
+        return_dropout_mask: also return the bool masks of what was kept, x's and x1's (None without x1).
+        return_statistics: also return, of each row of r, the root mean square and the largest magnitude: fp32, x's leading
+            shape, without a gradient. The kernel has the row in registers, so nothing is read for them.
+        out_dtype: of y and y1; by default x's dtype, or that of `out`.
+        out, residual_out: contiguous buffers of x's shape for y and r; written to and returned. Either may be all of x,
+            residual or x1. Else they overlap neither each other nor an input, which torch.compile leaves to the caller.
+        seed: fixes the masks: an int or a one-element int64 tensor on x's device. By default drawn from torch's generator.
+
+    Returns:
+        y [, y1] [, r] [, mask, mask1] [, rms, peak]: y alone, or a tuple in this order.
+
+    With norm="none", no weight and one dtype, y and r are one tensor. Where nothing is added, r is x, or an alias of it if
+    gradients are recorded: the gradients of y and r then meet in one kernel.
+
+    Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
+    runs, which has them all.
+
+    Raises:
+        ValueError, TypeError: norm, shape, dtype, device, dropout_p or seed not as above; before anything is launched.
+    """
+    norm = checks.as_norm(norm)
+    branch_norm = _NONE if branch_norm is None else checks.as_norm(branch_norm, "branch_norm")
+    operands = (
+        x, residual, x1, weight, bias, weight1, bias1, branch_weight, branch_bias, rowscale, rowscale1, scalars, branch_scalars,
+    )  # fmt: skip
+    return _call(
+        operands, norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm, residual_in_fp32,
+        return_dropout_mask, return_statistics, out_dtype, out, residual_out, seed,
+    )  # fmt: skip
+
+
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    *,
+    rowscale1: Tensor | None = None,
+    seed: Tensor | int | None = None,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """y = LayerNorm(dropout(x · rowscale) + dropout(x1 · rowscale1) + residual) in one kernel; `norm_fn` has the formula.
+
+    The interface of FlashAttention's Triton function, with rowscale1 and seed beside it. Arguments, results and errors are
+    those of `norm_fn`. is_rms_norm: compute RMSNorm. eps is 1e-6 here, 1e-5 in the module LayerNorm.
+    """
+    if is_rms_norm is not True and is_rms_norm is not False:
+        is_rms_norm = checks.as_flags("layer_norm_fn", is_rms_norm=is_rms_norm)["is_rms_norm"]
+    return _call(
+        (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
+        _RMSNORM if is_rms_norm else _LAYERNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
+        residual_in_fp32, return_dropout_mask, False, out_dtype, out, residual_out, seed,
+    )  # fmt: skip
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    *,
+    rowscale1: Tensor | None = None,
+    seed: Tensor | int | None = None,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """y = RMSNorm(dropout(x · rowscale) + dropout(x1 · rowscale1) + residual) in one kernel; `norm_fn` has the formula.
+
+    The interface of FlashAttention's Triton function, with rowscale1 and seed beside it. Arguments, results and errors are
+    those of `norm_fn`. eps is 1e-6 here, 1e-5 in the module RMSNorm.
+    """
+    return _call(
+        (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
+        _RMSNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
+        residual_in_fp32, return_dropout_mask, False, out_dtype, out, residual_out, seed,
+    )  # fmt: skip
+
+
+def _call(
+    operands: tuple, norm: Norm, branch_norm: Norm, residual_scale: float, eps: float, dropout_p: float,
+    zero_centered_weight: bool, prenorm: bool, residual_in_fp32: bool, return_dropout_mask: bool, return_statistics: bool,
+    out_dtype: torch.dtype | None, out: Tensor | None, residual_out: Tensor | None, seed: Tensor | int | None,
+) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
+    """operands: `records.OPERANDS`. Plain tuples, as records cost an eager call some µs."""
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
+    x = operands[0]
+    request = (
+        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm, residual_out is not None,
+        residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
+    )  # fmt: skip
+    plan = plan_of(operands, request) if is_eager((out, residual_out, None if isinstance(seed, int) else seed)) else None
+    eager = plan is not None
+    if plan is None:
+        plan = Plan(operands, *request)
+    if seed is not None:
+        checks.check_seed(plan.name, seed, x.device)
+    if not plan.drops:
+        seed = None
+    elif seed is None:
+        seed = draw_seed(x.device, eager)
+    elif isinstance(seed, int):
+        seed = seed_tensor(seed, x.device)
+    inputs = (*operands, seed)
+    if out is None and residual_out is None:
+        outputs = _run(inputs, plan, eager)
+    else:
+        outputs = _into_buffers(inputs, plan, eager, out, residual_out)
+
+    y, r = outputs[0], outputs[1]
+    if r is None:
+        r = y if plan.y_is_r else x
+    if not plan.returns_more:
+        return (y, r) if plan.prenorm else y
+    _, _, y1, mask, mask1, rms, peak, *_ = outputs
+    if plan.returns_masks and not plan.drops:
+        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, operands[2]))
+    masks = (mask, mask1) if plan.returns_masks else ()
+    statistics = (rms, peak) if plan.returns_statistics else ()
+    results = (y, *[y1] * plan.returns_y1, *[r] * plan.prenorm, *masks, *statistics)
+    return results[0] if len(results) == 1 else results
+
+
+def _run(inputs: tuple, plan: "Plan", eager: bool) -> tuple:
+    """Outputs of Inputs; r may be None where it is x itself."""
+    if not plan.kernels:
+        return reference.norm(Inputs._make(inputs), plan.options)
+    if eager:
+        if torch.is_grad_enabled():
+            for t in inputs:  # any() takes 0.6 µs more
+                if t is not None and t.requires_grad:
+                    return plan.trained.recorded(inputs)
+        return plan.run(inputs)
+    return NORM.dispatch(inputs, plan.recorded if _trains(inputs) else plan.options)
+
+
+def _into_buffers(inputs: tuple, plan: "Plan", eager: bool, out: Tensor | None, residual_out: Tensor | None) -> tuple:
+    """Outputs, with these buffers for y and r."""
+    x, options = inputs[0], plan.options
+    checks.check_buffers(plan.name, out, residual_out, Inputs._make(inputs), options.out_dtype, options.residual_dtype, eager)
+    if plan.kernels and eager and not _trains((*inputs, out, residual_out)):
+        options = options._replace(store_residual=plan.prenorm or residual_out is not None)
+        buffers = {name: buffer for name, buffer in (("y", out), ("r", residual_out)) if buffer is not None}
+        key = plan, options.store_residual
+        run = kit.recall(key) or kit.remember(key, forward(Inputs._make(inputs), options))
+        outputs = run(inputs, buffers)
+        torch.autograd.graph.increment_version(buffers.values())
+        return outputs
+    # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
+    outputs = Outputs._make(_run(inputs, plan, eager))
+    if plan.r_is_x and out is not None:  # which may be x
+        outputs = outputs._replace(r=x.clone())
+    if residual_out is not None:
+        r = outputs.r if outputs.r is not None else outputs.y if plan.y_is_r else x
+        outputs = outputs._replace(r=residual_out.copy_(r))
+    return outputs if out is None else outputs._replace(y=out.copy_(outputs.y))
+
+
+def _trains(tensors: Iterable[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+# ---- what follows from a call's options, dtypes and widths -------------------------------------------------------------------
+# Checked and worked out once, then remembered. The number of rows is no part of it, so a batch of another length costs what the
+# one before did.
+
+# Where they begin in `records.OPERANDS`.
+_WEIGHTS, _ROWSCALES, _SCALARS = (OPERANDS.index(names[0]) for names in (WEIGHTS, ROWSCALES, SCALARS))
+_STRIDED = torch.strided
+
+
+def plan_of(operands: tuple, request: tuple) -> "Plan | None":
+    """Of a call that nobody watches (`torch_state.is_eager`); None where a tensor is not plain.
+
+    operands, request: `records.OPERANDS`, and the other arguments of Plan.
+
+    Raises:
+        ValueError, TypeError: as Plan.
+    """
+    key = _key(operands, request)
+    if key is None:
+        return None
+    try:
+        return kit.recall(key) or kit.remember(key, Plan(operands, *(*request, True)))
+    except TypeError:  # an option has no hash: the checks have more to say
+        return Plan(operands, *request)
+
+
+def _key(operands: tuple, request: tuple) -> tuple | None:
+    """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
+    # A plain number is hashed faster than a Norm. Types, because 1.0 is equal to True, which the checks may accept.
+    key: list[Any] = [+request[0], +request[1], *request[2:], *map(type, request)]
+    rows = None
+    for field, t in enumerate(operands):
+        if t is not None:
+            if type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg():  # `is_plain`, without a call
+                return None
+            shape: Any = t.shape
+            if rows is None:  # x
+                rows, shape = shape, shape[-1:]
+            elif field < _WEIGHTS:
+                shape = shape == rows
+            elif _ROWSCALES <= field < _SCALARS:
+                shape = shape == rows[:-1] or shape == (rows[:-1].numel(),), t.requires_grad
+            key += field, t.dtype, t.device, shape
+    return tuple(key)
+
+
+class Plan:
+    # Of eager calls on kernels.
+    run: kit.Run  # without a gradient
+    trained: kit.Call
+
+    def __init__(
+        self, given: tuple, norm: Norm, branch_norm: Norm, residual_scale: float, eps: float, dropout_p: float,
+        zero_centered_weight: bool, prenorm: bool, has_residual_out: bool, residual_in_fp32: bool, return_dropout_mask: bool,
+        return_statistics: bool, out_dtype: torch.dtype | None, eager: bool = False,
+    ) -> None:  # fmt: skip
+        """given: `records.OPERANDS`; the others as of `norm_fn`.
+
+        Raises:
+            ValueError, TypeError: as `norm_fn` documents, for all but buffers and seed.
+        """
+        operands = Inputs._make((*given, None))
+        x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
+        self.name = name = function_name(norm)  # of the public function, for messages
+        # Whether the call goes through the kernels; else through `reference`.
+        self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
+        dtypes = KERNEL_DTYPES if self.kernels else REFERENCE_DTYPES
+        checks.check_input(name, x, dtypes)
+        check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
+        check_operands(name, x, dtypes, (x.shape,), SHAPE_OF_X, residual=residual, x1=x1)
+        for field, kind in (("scalars", norm), ("branch_scalars", branch_norm)):
+            why = f", the learned scalars of {kind.name}"
+            check_operands(name, x, dtypes, ((kind.scalars,),), why, **{field: getattr(operands, field)})
+        if rowscale is not None or rowscale1 is not None:
+            rows, why = x.shape[:-1], ", one factor for each row of x {x}"
+            check_operands(name, x, dtypes, (rows, (rows.numel(),)), why, rowscale=rowscale, rowscale1=rowscale1)
+        if rowscale1 is not None and x1 is None:
+            raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
+        branch = branch_norm != Norm.none or operands.branch_weight is not None or operands.branch_bias is not None
+        if branch and x1 is not None:
+            raise ValueError(
+                f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
+            )
+        residual_scale = checks.as_number(name, "residual_scale", residual_scale, "a finite number", math.isfinite)
+        dropout_p = checks.as_dropout_p(name, "dropout_p", dropout_p)
+        eps = checks.as_eps(name, eps)
+        flags = checks.as_flags(
+            name, prenorm=prenorm, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32,
+            return_dropout_mask=return_dropout_mask, return_statistics=return_statistics,
+        )  # fmt: skip
+        self.prenorm, zero_centered_weight, residual_in_fp32, self.returns_masks, self.returns_statistics = flags.values()
+        if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
+            raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
+        out_dtype = x.dtype if out_dtype is None else out_dtype
+
+        residual_dtype = x.dtype
+        if residual is not None:
+            residual_dtype = residual.dtype
+        elif residual_in_fp32:
+            residual_dtype = torch.promote_types(x.dtype, torch.float32)
+        self.drops = drops = dropout_p > 0.0
+        adds = residual is not None or x1 is not None or drops or rowscale is not None or branch
+        # Nothing is added to x or changed in it.
+        self.r_is_x = not adds and residual_dtype == x.dtype
+        # Without a norm, y is r, which is written once if it has one dtype, and read by backward for the gradient of a weight
+        # only.
+        without_norm = norm == Norm.none and operands.weight is None and operands.bias is None
+        self.y_is_r = without_norm and not self.r_is_x and out_dtype == residual_dtype
+        self.returns_y1 = operands.weight1 is not None or operands.bias1 is not None
+        self.returns_more = self.returns_y1 or self.returns_masks or self.returns_statistics  # than y and r
+        self.options = Options(
+            eps=eps,
+            dropout_p=dropout_p,
+            norm=norm,
+            branch=branch,
+            branch_norm=branch_norm,
+            residual_scale=1.0 if residual is None else residual_scale,
+            zero_centered_weight=zero_centered_weight,
+            out_dtype=out_dtype,
+            residual_dtype=residual_dtype,
+            store_residual=(self.prenorm or has_residual_out) and not self.r_is_x and not self.y_is_r,
+            return_mask=self.returns_masks and drops,
+            return_statistics=self.returns_statistics,
+        )
+        # Where r is x, its gradient comes into the same backward by an alias of x that is returned for it.
+        self.recorded = self.options
+        if (self.prenorm or has_residual_out) and self.r_is_x and _reads_r(norm, operands):
+            self.recorded = self.options._replace(store_residual=True)
+        if eager and self.kernels:
+            i = operands._replace(seed=torch.empty(1, dtype=torch.int64) if drops else None)
+            learned = [t is not None and t.requires_grad for t in i]
+            self.run, self.trained = NORM.start(i, self.options), kit.Call(NORM, self.recorded, i, tuple(learned))
+
+
+def _reads_r(norm: Norm, of: Any) -> bool:
+    """Whether backward looks at r; of: Inputs or Weights, in whatever way some are absent."""
+    return norm != Norm.none or of.weight is not None or of.weight1 is not None
+
+
+# ---- operator ----------------------------------------------------------------------------------------------------------------
+
+
+class FusedNorm(kit.Op):
+    name, Inputs, Options, Outputs, Backward, Gradients = "norm", Inputs, Options, Outputs, BackwardInputs, Gradients
+
+    def function(self, given, o):
+        return function_name(o.norm)
+
+    def backward_width(self, b):
+        return next(t for t in b[:4] if t is not None).shape[-1]
+
+    def written(self, given, o):
+        return [*outputs_of(given, o)]
+
+    def outputs(self, i, o):
+        outputs = outputs_of(names_of(i), o)
+        return kit.fill(Outputs, outputs, empty_outputs(i.x, outputs.values(), i.x.numel() // i.x.shape[-1]))
+
+    def gradients(self, b, o, wanted):
+        r = _of_rows(b)
+        like = {"dz": r, "dx": r, "dx1": r} | {f"d{name}": getattr(b, name) for name in (*ROWSCALES, *SCALARS)}
+        found = {
+            name: _empty(like[name], dtype) if name in like else r.new_empty(r.shape[-1:], dtype=dtype)
+            for name, dtype in zip(wanted._fields, wanted, strict=True)
+            if dtype is not None
+        }
+        return kit.fill(Gradients, found, found.values())
+
+    def view(self, given, o):
+        return (lambda i, outputs: (outputs[0], i[0].detach(), *outputs[2:])) if o.passes_residual else None
+
+    def training(self, of, o, needs):
+        """Backward normalises r again; where nothing was added it finds the same numbers in x."""
+        adds, reads_r = _adds(of, o), _reads_r(o.norm, of)
+        r_is_x = not adds and o.residual_dtype == of.x
+        return o._replace(
+            store_residual=not r_is_x and (o.store_residual or (adds and reads_r)),
+            passes_residual=r_is_x and o.store_residual,
+            statistics=o.norm.statistics,
+            branch_statistics=o.branch_norm.statistics,
+        )
+
+    def kept(self, of, o, needs):
+        sources = super().kept(of, o, needs)
+        if not _reads_r(o.norm, of):
+            del sources["r"]  # so whoever has the sum may change it in place
+        elif not _adds(of, o):
+            sources["r"] = "x"
+        # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
+        learned = dict(zip(Inputs._fields, needs, strict=True))
+        if not o.branch and not learned["rowscale"]:
+            del sources["x"]
+        if not learned["rowscale1"]:
+            del sources["x1"]
+        return sources
+
+    def wanted(self, of, o, needs, given):
+        has_dy = "dy" in given
+        needed = [name for name, need in zip(Inputs._fields, needs, strict=True) if need]
+        sources = {name: f"d{name}" for name in Inputs._fields}
+        # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
+        changed = o.dropout_p > 0.0 or o.branch or o.residual_scale != 1.0
+        scaled = {"x": changed or of.rowscale is not None, "x1": changed or of.rowscale1 is not None, "residual": False}
+        sharing = [name for name in ("residual", "x", "x1") if name in needed and not scaled[name]]
+        # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
+        without_norm = o.norm == Norm.none and of.weight is None and of.bias is None
+        alone = without_norm and "dy1" not in given and has_dy != ("dr" in given) and o.residual_scale == 1.0
+        if "residual" in sharing and alone and of.residual == (o.out_dtype if has_dy else o.residual_dtype):
+            sources["residual"] = "dy" if has_dy else "dr"
+            sharing.remove("residual")
+        wanted: dict[str, Any] = dict.fromkeys(Gradients._fields)
+        for shares in sharing:
+            if wanted["dz"] in (None, getattr(of, shares)):
+                wanted["dz"], sources[shares] = getattr(of, shares), "dz"
+        reached = dict.fromkeys(("weight", "bias"), has_dy) | dict.fromkeys(("weight1", "bias1"), "dy1" in given)
+        for name in needed:
+            if sources[name] in wanted and sources[name] != "dz" and reached.get(name, True):
+                wanted[f"d{name}"] = getattr(of, name)
+        return Gradients(**wanted), sources
+
+    def start(self, i, o):
+        return forward(i, o)
+
+    def start_backward(self, b, o, wanted):
+        return backward(b, o, wanted)
+
+
+NORM = FusedNorm()
+
+
+def _adds(of: Any, o: Options) -> bool:
+    """Whether anything is added to x or changed in it."""
+    others = of.residual, of.x1, of.rowscale
+    return o.branch or o.dropout_p > 0.0 or any(t is not None for t in others)
+
+
+def empty_outputs(
+    x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], rows: int, contiguous: bool = False
+) -> list[Tensor]:
+    """kinds: of `records.outputs_of`; contiguous: x is known to be, which makes it cheaper."""
+    plain = x.dtype if contiguous else None
+    return [
+        x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
+        if numbers is not None
+        else torch.empty_like(x)
+        if dtype is plain
+        else _empty(x, dtype)
+        for dtype, numbers in kinds
+    ]
+
+
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous. Of the ways to allocate a tensor of two dimensions, the one that costs the host least."""
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _of_rows(b: BackwardInputs) -> Tensor:
+    """A tensor of r's shape; r itself where backward reads it."""
+    return next(t for t in (b.r, *b) if t is not None)
+
+
+# ---- launches ----------------------------------------------------------------------------------------------------------------
+
+
+def forward(of: Inputs, o: Options) -> Callable[..., tuple]:
+    """For such inputs a function of inputs, which returns the outputs that o asks for in the places of Outputs."""
+    kernels, N, device = kit.kernels("forward"), of.x.shape[-1], of.x.device
+    rows = (of.x, of.residual, of.x1)
+    weights = [getattr(of, name) for name in WEIGHTS]
+    work = Work(
+        vector=_vector(*rows, o.out_dtype, o.residual_dtype),
+        row_bytes=_bytes(*rows),
+        weights=sum(weight is not None for weight in weights),
+        weight_bytes=_bytes(*weights),
+        drops=o.dropout_p > 0,
+    )
+    facts = kit.device_facts(device)
+    tile = forward_tile(N, work, facts)
+    early = facts.since_sm_90
+    variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(o.residual_dtype), EARLY_START=early)
+    numbers = (o.eps, *_dropout_numbers(o), tile.prefetch_programs, variant)
+    start = kit.Launcher(kernels.norm_forward_kernel, kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None)
+    rows_of_tile, outputs = tile.rows, outputs_of(names_of(of), o)
+    kinds, complete = [*outputs.values()], kit.picker(Outputs._fields, [*outputs])
+
+    def run(i: tuple, buffers: Mapping[str, Tensor] | None = None) -> tuple:
+        """buffers: contiguous, for y and r; that for r may be the residual itself."""
+        x = i[0]
+        M = x.numel() // N
+        if buffers is None:
+            found = empty_outputs(x, kinds, M, x.is_contiguous())
+        else:
+            found = [buffers[name] if name in buffers else empty_outputs(x, [kind], M)[0] for name, kind in outputs.items()]
+        written = complete((*found, None))
+        start(-(-M // rows_of_tile), (*i[:-1], *written), i[-1], M, *numbers)
+        return written
+
+    return run
+
+
+def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
+    """Like `forward`, of BackwardInputs; returns the gradients that are asked for, in the places of Gradients."""
+    kernels, r = kit.kernels("backward"), _of_rows(of)
+    finishing, exchange = kit.kernels("weight_gradients"), kit.kernels("exchange")
+    norm, branch_norm, N, device = o.norm, o.branch_norm, r.shape[-1], r.device
+    wanted = kit.kernels("rows").Weights(*[getattr(asked, f"d{name}") is not None for name in WEIGHTS])
+    reads_r = bool(norm != Norm.none or wanted.weight or wanted.weight1)
+    rows = (of.dy, of.dy1, of.dr, r if reads_r else None, of.x, of.x1)
+    written = (asked.dz, asked.dx, asked.dx1)
+    work = Work(
+        vector=_vector(*rows, *written),
+        row_bytes=_bytes(*rows),
+        weights=(1 + norm.has_bias) * reads_r * (1 if of.dy1 is None else 2) + (1 + branch_norm.has_bias) * o.branch,
+        written_bytes=_bytes(*written),
+        branch=o.branch,
+        # The sums over a row that its programs would exchange are those of one norm with a statistic.
+        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None and norm.statistics > 0,
+    )
+    facts = kit.device_facts(device)
+    tile = backward_tile(N, work, facts)
+    split = tile.slices > 1
+    early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
+    variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
+    cooperative, most = (True, most_registers(tile)) if split else (None, None)
+    start = kit.Launcher(
+        kernels.norm_backward_kernel, kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None,
+        launch_cooperative_grid=cooperative, maxnreg=most,
+    )  # fmt: skip
+    most_groups = facts.multiprocessors * tile.programs_per_sm // tile.slices
+    # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
+    block_p = min(512, 1 << (max(1, most_groups) - 1).bit_length())
+    block_n = max(8, min(256, 4096 // block_p))
+    pdl = facts.since_sm_90 or None
+    finish = kit.Launcher(
+        finishing.finish_weight_gradients_kernel, finishing.WeightGradients, device, num_warps=4, launch_pdl=pdl
+    )
+    sums = sum(wanted)
+    scalars = norm.scalars * (asked.dscalars is not None)
+    scalars += branch_norm.scalars * (asked.dbranch_scalars is not None)
+
+    numbers = (*_dropout_numbers(o), variant)
+    finish_blocks, finish_numbers = sums * -(-N // block_n), (block_p, block_n, facts.since_sm_90)
+    rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
+    board_words = index(exchange.RING) * exchange.turn_words(slices)
+    like = {"dz": "r", "dx": "r", "dx1": "r"} | {f"d{name}": name for name in (*ROWSCALES, *SCALARS)}
+    names = names_of(asked)
+    kinds = [(BackwardInputs._fields.index(like[name]) if name in like else None, getattr(asked, name)) for name in names]
+    complete = kit.picker(Gradients._fields, names)
+
+    def run(b: tuple) -> tuple:
+        r = b[3]
+        if r is None:  # which nobody reads
+            r = next(t for t in b if t is not None)
+            b = (*b[:3], r, *b[4:])
+        M = r.numel() // N
+        found = [r.new_empty(N, dtype=dtype) if like is None else _empty(b[like], dtype) for like, dtype in kinds]
+        written = complete((*found, None))
+        if M == 0:
+            for gradient in found:
+                gradient.zero_()  # those of weights have elements
+            return written
+        tiles = -(-M // rows_of_tile)
+        groups = min(tiles, most_groups)
+        partials = r.new_empty(groups * sums_N, dtype=torch.float32) if sums else None
+        scalar_partials = r.new_empty(groups, scalars, dtype=torch.float32) if scalars else None
+        board = torch.full((groups * board_words,), -1, dtype=torch.int64, device=device) if split else None
+        tensors = (*b[:-1], *written[:7], partials, scalar_partials, board)
+        start(groups * slices, tensors, b[-1], M, tiles, *numbers)
+        if sums:
+            finish(finish_blocks, (partials, *written[7:]), groups, N, *finish_numbers)
+        if scalar_partials is not None:
+            totals = scalar_partials.sum(0)
+            for scalar, part in ((written[5], totals[: norm.scalars]), (written[6], totals[-branch_norm.scalars :])):
+                if scalar is not None:
+                    scalar.copy_(part)
+        return written
+
+    return run
+
+
+def _dropout_numbers(o: Options) -> tuple[int, float]:
+    return drop_threshold(o.dropout_p), keep_scale(o.dropout_p)
+
+
+def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
+    of_tile = ("rows", "block_n", "looped", "slices", "stages", "early_weights", "prefetch")
+    return kit.kernels("rows").Variant(
+        N,
+        NORM=int(o.norm),
+        BRANCH=o.branch,
+        BRANCH_NORM=int(o.branch_norm),
+        RESIDUAL_SCALE=o.residual_scale,
+        DROPOUT=o.dropout_p > 0.0,
+        OFFSET=float(o.zero_centered_weight),
+        VECTOR=work.vector,
+        **{name.upper(): getattr(tile, name) for name in of_tile},
+        **more,
+    )
+
+
+def _vector(*of: Any) -> int:
+    """Elements in 16 bytes of the widest; of: tensors or dtypes."""
+    return 16 // max(t.itemsize for t in of if t is not None)
+
+
+def _bytes(*of: Any) -> int:
+    return sum(t.itemsize for t in of if t is not None)

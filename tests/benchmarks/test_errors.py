@@ -1,0 +1,22 @@
+"""The programs that measure errors, at toy size: what they record, and what they print."""
+
+from benchmarks import parity_errors, study_errors
+
+
+def test_drawn_studies_are_recorded_by_kind_and_told_in_a_table(recorded, monkeypatch):
+    monkeypatch.setattr(study_errors, "KINDS", [study_errors.KINDS[0], study_errors.KINDS[-2]])
+    file, printed = recorded(study_errors, "--studies", "4")
+    one, searched = file["records"]
+    assert (one["arms"], one["seeds"], searched["fails"]) == (1, 3, 0.1) and searched["silent"] == 0
+    assert all(0 <= of[name] <= 1 for of in (one, searched) for name in ("errors", "welch", "power", "covers"))
+    assert (
+        f"| {one['kind']} | 1 | 3 | {100 * one['errors']:.1f} % |" in printed
+        and "was said of an arm with a failed run in 0" in printed
+    )
+
+
+def test_a_run_of_the_parity_test_is_drawn_of_the_seeds_and_correct_arms_hold(tiny, recorded):
+    small = ["ablate.arms=[torch,fused]", "ablate.parity_seeds=4", "ablate.parity_steps=2", "eval.batches=1"]
+    file, printed = recorded(parity_errors, "--seeds", "5", *tiny, *small)
+    assert [(one["arm"], one["fails"], one["seeds"]) for one in file["records"]] == [("fused", 0.0, 5), ("any arm", 0.0, 5)]
+    assert "any arm: fails in 0.0% of runs" in printed

@@ -1,0 +1,89 @@
+"""A ladder, with drawn losses in place of training, and with training of tiny models."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import compare
+from model import GPT
+from study import ladder
+from study.arms import FOLDER, sizes_of, study_of
+from study.runs import FRESH, Found, Result
+
+NAMED = ["study=ladder", "data.files=[x.txt]", "device=cpu", "compare.fresh=4"]
+
+
+@pytest.fixture
+def drawn():
+    """drawn(gain): the runs of all sizes; the loss follows a law, and the second arm is better by `gain` at the last size."""
+
+    def drawn(gain=0.0):
+        made = {}
+        for size in sizes_of(NAMED):
+            study, found = study_of(NAMED, size), Found()
+
+            def train(arm, stage, rates, seeds, until=None, study=study, found=found, size=size):
+                width, steps = arm.cfg.model.width, arm.cfg.train.steps
+                with torch.device("meta"):
+                    count = GPT(arm.cfg.model, arm.cfg.norm, 512, arm.cfg.loss).parameter_count()
+                for seed in seeds:
+                    for rate in rates:
+                        beside = 0.05 * math.log(rate * width / (128 * 3e-3)) ** 2
+                        loss = 1 + (count * steps / 1e9) ** -0.2 + beside + 1e-4 * (seed % 7)
+                        loss -= gain * (arm is study.arms[1] and size == "20M") - 0.01 * (arm is study.arms[1])
+                        found.add(Result(arm.name, stage, rate, seed, steps, [[0, 9.0], [until or steps, loss]]).__dict__)
+
+            corpus = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=512))
+            made[size] = SimpleNamespace(study=study, found=found, train=train, time=lambda arm: None, corpus=corpus)
+        return made
+
+    return drawn
+
+
+def test_rates_are_carried_by_the_width_and_the_last_size_is_one_run_that_the_others_predict(drawn):
+    found = ladder.climb(runs := drawn())
+    rungs = found["LN"]
+    assert [one.rate for one in rungs] == pytest.approx([3e-3, 3e-3 * 128 / 192, 3e-3 / 2, 3e-3 / 3], rel=0.01)
+    assert [len(one.losses) for one in rungs] == [4, 4, 4, 1] and [one.size for one in rungs] == list(runs)
+    assert [one.rate for one in runs["20M"].found.of("LN", FRESH)] == [rungs[-1].rate]
+    assert rungs[-1].compute > 30 * rungs[0].compute and all(more > 0 for more in rungs[2].beside.values())
+    said = ladder.report(found)
+    assert "the lowest loss first, is LN, RMS + QK, RMS: as at the size before" in said.replace("\n  ", " ")
+    assert said.count("within the interval") == 3 and "the rule of rates" not in said
+
+
+def test_an_order_that_turns_and_a_rate_that_does_not_carry_are_told(drawn):
+    found = ladder.climb(drawn(gain=0.2))
+    found["LN"][2].beside[7e-4] = -0.02
+    said = " ".join(ladder.report(found).split())
+    assert "is RMS, LN, RMS + QK: at the size before it is LN, RMS + QK, RMS." in said
+    assert "LN: at 8M a rate of 0.0007 is better by 0.0200, so the rule of rates does not hold." in said
+    assert "outside of the interval" in said
+
+
+def test_it_trains_every_size_in_a_folder_of_its_own_and_goes_on_with_what_is_there(tiny, tmp_path, monkeypatch, capsys):
+    text = (FOLDER / "ladder.yaml").read_text().split("arguments:")[0]
+    sizes = "".join(f"  '{n}': [model.width={16 * n}, train.steps={4 * n}]\n" for n in (1, 2, 3, 4))
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "small.yaml").write_text(
+        f'{text}arguments: ["optim.lr=1e-3,3e-3", eval.every=0]\narms:\n  a: []\nsizes:\n{sizes}'
+    )
+    command = [
+        f"--config-dir={tmp_path}",
+        "study=small",
+        *tiny,
+        "compare.fresh=2",
+        "eval.batches=1",
+        "model.heads=2",
+        f"folder={tmp_path}/ladder",
+    ]
+    command = [key for key in command if not key.startswith(("model.width", "train.steps", "optim.lr", "eval.every"))]
+    assert compare.main(command) == 0
+    told = (tmp_path / "ladder" / "ladder.md").read_text()
+    lines = {n: (tmp_path / "ladder" / str(n) / "runs.jsonl").read_text() for n in (1, 2, 3, 4)}
+    assert "predicted" in told and lines[4].count('"evaluated"') == 1
+    assert compare.main([*command, "resume=auto"]) == 0
+    assert {n: (tmp_path / "ladder" / str(n) / "runs.jsonl").read_text() for n in lines} == lines
+    assert (tmp_path / "ladder" / "ladder.md").read_text() == told

@@ -1,0 +1,91 @@
+"""The order of a study's runs, with drawn losses in place of training."""
+
+import math
+
+import pytest
+
+from configs import Config
+from study.arms import AGAIN_SEEDS, FRESH_SEEDS, Arm, Study
+from study.plan import MOST_RATES, beside, make_all, make_equal_time
+from study.runs import AGAIN, FRESH, RACE, SEARCH, TIME, Found, Result
+
+GIVEN = [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
+
+
+def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", **keys):
+    """A study of these arms after its plan; the loss of a run depends on its rate alone."""
+    study, found = Study([Arm(name, Config()) for name in arms], rates, seeds, {}), found or Found()
+    for arm in study.arms:
+        arm.cfg.train.steps = 1000
+    for name, value in keys.items():
+        setattr(study.cfg.compare, name, value)
+
+    def train(arm, stage, rates, seeds, until=None):
+        for seed in seeds:
+            for rate in rates:
+                loss = 1.5 + 0.05 * math.log(rate / best) ** 2
+                steps = arm.cfg.train.steps
+                run = Result(arm.name, stage, rate, seed, steps, [[0, 4.0], [until or steps, loss]])
+                if not any((one.arm, one.stage, one.rate, one.seed) == (arm.name, stage, rate, seed) for one in found.results):
+                    found.add(run.__dict__)
+
+    make_all(study, found, train)
+    return study, found, train
+
+
+@pytest.mark.parametrize("best", [3e-3, 2.2e-3, 5e-3, 3e-4, 1e-4, 5e-2])
+def test_the_search_ends_near_the_best_rate_wherever_that_is_with_neighbours_on_both_sides(best):
+    _, found, _ = drawn(GIVEN, [1], best, arms="a")
+    rates, half = list(found.rates("a")), (3e-2 / 3e-4) ** (1 / 8)
+    chosen = found.best_rate("a")
+    at = rates.index(chosen)
+    assert abs(math.log(chosen / best)) <= 0.55 * math.log(half) and len(rates) <= 2 + MOST_RATES
+    assert rates[at] / rates[at - 1] < half**1.1 and rates[at + 1] / rates[at] < half**1.1
+
+
+def test_a_search_that_finds_no_end_stops():
+    trained = dict.fromkeys([*GIVEN, *(1e-4 / 2**i for i in range(MOST_RATES))], 2.0)
+    assert beside(GIVEN, trained | {1e-6: 1.0}, 1e-6) == []
+
+
+def test_beside_a_rate_that_fails_another_one_is_nearer():
+    losses = {1e-3: 1.6, 1.78e-3: 1.52, 3e-3: 1.5, 1e-2: math.inf}
+    assert beside(GIVEN, losses, 3e-3) == [pytest.approx(3e-3 * 10**0.125, rel=0.01)]
+    assert beside(GIVEN, losses | {4e-3: math.inf}, 3e-3) == []
+
+
+def test_every_stage_has_its_runs_and_seeds_that_chose_the_rate_are_not_fresh():
+    _, found, _ = drawn(GIVEN, [1, 2], fresh=4)
+    for name in "ab":
+        race, search, fresh = (found.of(name, stage) for stage in (RACE, SEARCH, FRESH))
+        assert len(race) == 2 * 5 and all(run.evaluated[-1][0] == 100 for run in race)
+        assert {run.seed for run in search} == {1, 2} and all(run.evaluated[-1][0] == 1000 for run in search)
+        assert 3e-4 not in found.rates(name) and {run.rate for run in fresh} == {found.best_rate(name)}
+        assert [run.seed for run in fresh] == [FRESH_SEEDS + i for i in range(4)]
+    assert [run.seed for run in found.of("a", AGAIN)] == [AGAIN_SEEDS + i for i in range(4)] and not found.of("b", AGAIN)
+
+
+def test_one_rate_is_no_choice_and_without_a_race_all_rates_run_to_the_end():
+    _, found, _ = drawn([1e-3], [1, 2, 3])
+    assert [len(found.of("a", stage)) for stage in (RACE, SEARCH, FRESH, AGAIN)] == [0, 0, 3, 3]
+    _, found, _ = drawn(GIVEN, [1], race_steps=0)
+    assert set(GIVEN) < set(found.rates("a")) and not found.of("a", RACE)
+
+
+def test_a_study_grows_by_seeds_rates_and_arms():
+    _, found, _ = drawn(GIVEN, [1])
+    before = list(found.results)
+    drawn([1e-4, *GIVEN], [1, 2], found=found, arms="abc")
+    assert found.results[: len(before)] == before and found.of("c", FRESH)
+    assert {run.seed for run in found.of("a", RACE, rate=1e-4)} == {1, 2} and {run.seed for run in found.of("a", SEARCH)} == {
+        1,
+        2,
+    }
+
+
+def test_a_slower_arm_is_trained_again_with_the_steps_that_it_has_time_for_on_the_seeds_that_are_compared():
+    study, found, train = drawn(GIVEN, [1], fresh=4)
+    make_equal_time(study, found, train, {"a": 1000, "b": 460})
+    runs = found.of("b", TIME)
+    assert not found.of("a", TIME) and {(run.rate, run.steps) for run in runs} == {(found.best_rate("b"), 460)}
+    assert [run.seed for run in runs] == study.compared

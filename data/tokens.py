@@ -1,6 +1,5 @@
 """Files of token ids. They are written while the text is tokenised, so that a corpus may be larger than memory."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import numpy as np
 
 from data.split import Advance, Piece
 from data.tokenizer import Tokenizer
+from measure.environment import cpus
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -51,7 +51,7 @@ def write_tokens(
     with ExitStack() as stack:
         files = [stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS]
         batches = _batches(pieces if tokenizer.takes_pieces else _whole(pieces))
-        for batch in in_threads(encoded, batches, min(os.cpu_count() or 1, MOST_THREADS)):
+        for batch in in_threads(encoded, batches, min(cpus(), MOST_THREADS)):
             for split, ids, more in batch:
                 files[split].write(ids)
                 for name, count in more.items():

@@ -24,7 +24,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "git": git_state(ROOT),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": cpus(),
         "threads": torch.get_num_threads(),
         "versions": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
@@ -40,6 +40,11 @@ def environment(device: torch.device) -> dict[str, Any]:
             "driver": _driver(),
         }
     return facts
+
+
+def cpus() -> int:
+    """Cores that this process may use: a job of a cluster has few of its node's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def git_state(folder: Path, apart: Sequence[str] = ()) -> dict[str, Any] | None:

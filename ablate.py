@@ -63,25 +63,24 @@ LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     folder: Path | None = None
 
-    def work() -> int:
+    def work(arguments: list[str]) -> int:
         nonlocal folder
         variants = variants_of(arguments)
         cfg = variants[0].cfg
         if cfg.ablate.processes > 1:
-            with place(cfg, "ablate.py", "ablation") as folder:
+            with place(cfg, "ablate.py") as folder:
                 return processes.ablate(arguments, cfg.ablate.processes, folder)
         works = [prepare(variant) for variant in variants]
-        with place(cfg, "ablate.py", "ablation") as folder:
+        with place(cfg, "ablate.py") as folder:
             device = torch.device(machine.inspect(cfg.device).device)
             cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
             if cycles.exit_code is not None and (folder / "report.json").is_file():
                 show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
                 return cycles.exit_code
             try:
-                found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
+                found = ablate(works, shlex.join(["python", "ablate.py", *sys.argv[1:]]), folder, cycles)
             except torch.OutOfMemoryError as error:
                 why = f"out of memory: {str(error).splitlines()[0]}"
                 print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return "stopped"
         return f"stopped; finished cycles are kept. To go on, add folder={relative(folder)} resume=auto to the command"
 
-    return program("ablate.py", arguments, help_text, work, stopped)
+    return program("ablate", work, help_text, stopped, arguments)
 
 
 # ---- before anything is measured: the data, the model and the folder ---------------------------------------------------------

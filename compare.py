@@ -1,7 +1,7 @@
 """Which norm, where, at which learning rate? Several models, trained at several rates with several seeds, side by side.
 
 python compare.py norm.kind=layernorm,rmsnorm optim.lr=1e-3,3e-3,1e-2 seed=1,2,3 train.steps=300
-python compare.py study=qk_norm                    a study of configs/study/; study=PATH.yaml for your own
+python compare.py study=qk_norm                    a study of configs/study/; --config-dir for your own
 python compare.py study=qk_norm seed=1,2,3,4,5     its keys can be overridden
 python compare.py folder=runs/NAME resume=auto ... goes on with a study that was stopped, or adds seeds, rates or arms to it
 python compare.py --help                           the keys it has of its own, and the studies
@@ -100,19 +100,18 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     folder: Path | None = None
 
-    def work() -> int:
+    def work(arguments: list[str]) -> int:
         nonlocal folder
         study, sizes = study_of(arguments), sizes_of(arguments)
         studies = {size: study_of(arguments, size) for size in sizes}
         try:
-            with place(study.cfg, "compare.py", "compare") as folder:
+            with place(study.cfg, "compare.py") as folder:
                 if sizes:
                     climb(studies, folder)
                     return 0
-                compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
+                compare(study, folder, shlex.join(["python", "compare.py", *sys.argv[1:]]))
         except torch.OutOfMemoryError as error:
             remedy = (
                 "The runs that are done are kept. Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def stopped() -> str:
         return "stopped" + (f"; to go on, add folder={relative(folder)} resume=auto to the command" if folder else "")
 
-    return program("compare.py", arguments, help_text, work, stopped)
+    return program("compare", work, help_text, stopped, arguments)
 
 
 def help_text() -> str:

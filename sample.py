@@ -4,7 +4,6 @@ python sample.py runs/FOLDER --prompt "ROMEO:" --tokens 200
 """
 
 import argparse
-import math
 import signal
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 
-from configs import ConfigError, machine
+from configs import Config, ConfigError, machine, rules
 from configs.schema import DeviceKind, NormImpl, SampleConfig
 from data import Tokenizer
 from model import GPT
@@ -147,16 +146,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the sampling")
     parser.add_argument("--device", choices=[device.value for device in DeviceKind], default="auto", help="what computes it")
     args = parser.parse_args(arguments)
-    for name, least in (("tokens", 0), ("temperature", 0), ("samples", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    if args.top_k is not None and args.top_k < 1:
-        parser.error(f"--top-k must be at least 1, or null to sample from all tokens, got {args.top_k}")
-    if not math.isfinite(args.temperature):
-        parser.error(f"--temperature must be finite, got {args.temperature}")
-    if not -(2**63) <= args.seed < 2**64:
-        parser.error(f"--seed must be at least -2**63 and less than 2**64, got {args.seed}")
     options = SampleConfig(tokens=args.tokens, temperature=args.temperature, top_k=args.top_k)
+    wrong = [*rules.out_of_range(Config(sample=options, seed=args.seed))]
+    if wrong := wrong + ["samples: must be at least 1."] * (args.samples < 1):
+        parser.error(f"--{wrong[0].removeprefix('sample.').replace('_', '-')}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     printer, code = Printer(), 0
     try:

@@ -7,13 +7,16 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
 
+import hydra
 import torch
+from omegaconf import DictConfig
 
 from configs import Config, command_line, rules
 from configs.machine import Machine
@@ -24,7 +27,7 @@ from sample import continue_text, encode_prompt
 from training import export
 from training.build import build
 from training.checkpoint import Saver
-from training.command import facts, main
+from training.command import start
 from training.distributed import ALONE, World
 from training.inputs import Inputs
 from training.interrupt import Interrupt, Stopped
@@ -33,6 +36,7 @@ from training.precision import MixedPrecision
 from training.profile import UNTIMED, profiled
 from training.run import Run, Summary
 from training.sharding import is_sharded
+from training.start import facts, job
 from training.step import WARM_UP, TrainingStep
 
 
@@ -128,5 +132,15 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+@hydra.main(config_path="configs", config_name="config", version_base=None)
+def task(composed: DictConfig) -> float | None:
+    """The validation loss of one run, which a sweeper may minimise."""
+    return job(train, composed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return start(task, command_line.help_text, arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main(train))
+    sys.exit(main())

@@ -86,7 +86,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
     """
-    swept = {override.get_key_element() for override in configs.parse(arguments) if override.is_sweep_override()}
+    swept = set(configs.swept(arguments))
     if "folder" in swept:
         raise ConfigError("folder has several values, and an ablation has one folder. Name one.")
     found: list[Variant] = []

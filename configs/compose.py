@@ -1,11 +1,12 @@
-"""From overrides to a checked `Config`: Hydra composes, the schema types, the rules check."""
+"""From overrides to a checked `Config`, and back: Hydra composes, the schema types, the rules check."""
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from configs import keys, machine, rules
 from configs.keys import ConfigError
@@ -39,31 +41,63 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
     return cfg
 
 
-def compose_only(overrides: Sequence[str] = ()) -> Config:
-    """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
-    return composed(overrides)[0]
+def compose_only(overrides: Sequence[str] = (), primary: str = "config") -> Config:
+    """`load` without the rules: names and types are checked; values are not checked against each other and the machine.
 
-
-def composed(overrides: Sequence[str]) -> tuple[Config, str]:
-    """`compose_only`, and the option of the group model. What the command interpolates is resolved here, and nowhere else."""
+    Within a program of `hydra.main` it has the search path of that one, with --config-dir.
+    """
     parse(overrides)
-    with _explained(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
-        found = hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
-        model = str(found.hydra.runtime.choices.get("model"))
-        with open_dict(found):
-            del found["hydra"]
-        return _finished(found), model
+    running = GlobalHydra.instance().is_initialized()
+    with explained(), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
+        return typed(hydra.compose(primary, list(overrides)))
+
+
+def typed(composed: DictConfig) -> Config:
+    """What Hydra composed, as values of the schema's types; what a command interpolates is resolved here, and nowhere else."""
+    own = deepcopy(composed)
+    with explained(), open_dict(own):
+        own.pop("hydra", None)
+        cfg = _finished(own)
+    for part, of in {"": cfg, **{f"{name}.": of for name, of in vars(cfg).items() if is_dataclass(of)}}.items():
+        if added := vars(of).keys() - {field.name for field in fields(of)}:
+            raise keys.unknown_key(f"{part}{min(added)}")
+    return cfg
+
+
+def check_jobs(
+    jobs: Sequence[list[str]], composed: Callable[[list[str]], DictConfig], program: str | None = None
+) -> list[Config]:
+    """The configs of jobs that are given by their overrides. If they are all jobs of a command of `program`, such as
+    "train.py", a key does something in one of them.
+
+    Raises:
+        ConfigError: a job can't start, or a key that they have does nothing in any of them.
+    """
+    found, begun = [], []
+    for job in jobs:
+        try:
+            parse(job)
+            with explained():
+                found.append(cfg := typed(composed(job)))
+            if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
+                rules.check(cfg, machine.inspect(cfg.device))
+                begun.append(cfg)
+        except ConfigError as error:
+            raise ConfigError(f"{error}\n(in the job {' '.join(job)})") if len(jobs) > 1 else error from None
+    if begun and program:
+        rules.check_given((name for job in jobs for name in given(job)), begun, program)
+    return found
+
+
+# ---- overrides ---------------------------------------------------------------------------------------------------------------
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, as Hydra reads them. Raises ConfigError for an unknown key, and for a number, true or None as a text:
-    Hydra would make 20240105 of 2024_01_05, and a name of None."""
-    with _explained():
+    """The overrides, as Hydra reads them. Raises ConfigError for a number, true or None as a text: Hydra would make 20240105 of
+    2024_01_05, and a name of None."""
+    with explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    for one in parsed:
-        name, value = one.key_or_group, one.value()  # each value of a sweep is parsed again, as one of its run
-        if name not in [*keys.schema(), *keys.GROUPS]:
-            raise keys.unknown_key(name)
+    for one, name, value in ((each, *pair) for each in parsed for pair in _pairs(each)):
         is_text = name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None)
         numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
         if is_text and (numbers or str(one.input_line).endswith("=None")):
@@ -74,20 +108,40 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
+def _pairs(one: Override) -> list[tuple[str, Any]]:
+    """The names of an override and their values: several of section={key: value, …}. A sweep is parsed again for each run."""
+    name, value = one.key_or_group, one.value()
+    several = isinstance(value, dict) and name not in keys.schema()
+    return [(f"{name}.{key}", each) for key, each in value.items()] if several else [(name, value)]  # type: ignore[union-attr]
+
+
 def given(overrides: Sequence[str]) -> list[str]:
     """The names of keys and groups in the overrides."""
-    return [one.key_or_group for one in parse(overrides)]
+    return [name for one in parse(overrides) for name, _ in _pairs(one)]
 
 
-def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of each run of a sweep, as Hydra will make them: all combinations of the values."""
-    values, parsed = [], parse(overrides)
-    with _explained():
-        for one in parsed:
-            swept = one.is_sweep_override()
-            key = one.get_key_element()
-            values.append([f"{key}={value}" for value in one.sweep_string_iterator()] if swept else [str(one.input_line)])
-    return map(list, product(*values))
+def swept(overrides: Sequence[str]) -> list[str]:
+    """The names that have several values."""
+    return [one.get_key_element() for one in parse(overrides) if one.is_sweep_override()]
+
+
+def jobs(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep: all combinations of the values. Of a key that comes twice, the last counts.
+
+    Raises:
+        ConfigError: an interval, which only a sweeper that searches can take values from.
+    """
+    values = {}
+    for one in parse(overrides):
+        name = one.get_key_element()
+        if one.is_sweep_override() and not one.is_discrete_sweep():
+            raise ConfigError(f"{one.input_line}: gives no values to sweep. List them: {name}=A,B.")
+        several = one.is_sweep_override()
+        values[name] = [f"{name}={value}" for value in one.sweep_string_iterator()] if several else [str(one.input_line)]
+    return list(map(list, product(*values.values())))
+
+
+# ---- stored configs ----------------------------------------------------------------------------------------------------------
 
 
 def as_typed(key: str, text: str) -> str:
@@ -118,7 +172,7 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     for one in parsed:
         if one.key_or_group in keys.GROUPS:
             raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
-    with _explained():
+    with explained():
         config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
         for one in parsed:
             OmegaConf.update(config, one.key_or_group, one.value())
@@ -169,7 +223,7 @@ def read_yaml(path: Path) -> Config:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Raises errors of Hydra and OmegaConf as a ConfigError: their first sentence with the key, or the nearest valid name."""
     try:
         yield
@@ -178,12 +232,30 @@ def _explained() -> Iterator[None]:
             f"{error.override}: Hydra can't read this. Write key=value without dashes, such as train.steps=100. Some values "
             """need quotes for Hydra within quotes for the shell: 'folder="~/runs"', 'data.files=["~/a.txt",b.txt]'."""
         ) from error
-    except MissingConfigException as error:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        near = keys.did_you_mean(option, options := error.options or [])
-        raise ConfigError(f"{group}={option}: no such option.{near} Options of {group}: {', '.join(options)}.") from error
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        key = getattr(cause, "full_key", None)
+    except (HydraException, OmegaConfBaseException) as error:
+        if isinstance(said := error.__context__, ConfigError):  # of a resolver
+            raise said from error
+        if isinstance(error, MissingConfigException) and error.options:
+            group, _, option = str(error.missing_cfg_file).rpartition("/")
+            near = keys.did_you_mean(option, error.options)
+            raise ConfigError(
+                f"{group}={option}: no such option.{near} Options of {group}: {', '.join(error.options)}."
+            ) from error
+        cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+        overridden = re.match("Could not (?:override|append) .*?'(.*?)'", str(error))
+        key = str(getattr(cause, "full_key", None) or (overridden[1] if overridden else ""))
+        if isinstance(cause, ConfigAttributeError | ConfigKeyError) and not key.startswith("hydra"):
+            raise keys.unknown_key(key) from error
         list_ = " Write a list as '[a,b]', with quotes for the shell." if "ListConfig" in str(cause) else ""
-        raise ConfigError(f"{key}: {str(cause).splitlines()[0].rstrip('.')}.{list_}" if key else str(error)) from error
+        raise ConfigError(
+            f"{key}: {str(cause).splitlines()[0].rstrip('.')}.{list_}" if key and cause else str(error)
+        ) from error
+    except yaml.YAMLError as error:  # which names the file
+        raise ConfigError(" ".join(str(error).split())) from error
+    except (ValueError, OSError) as error:
+        modules = (frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__))
+        *_, module = (name for name in modules if not name.startswith("pathlib"))
+        # Hydra says what options don't go together, and makes folders
+        if not module.startswith("hydra.") or isinstance(error, ConfigError | BrokenPipeError):
+            raise
+        raise ConfigError(f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)) from error

@@ -15,8 +15,7 @@ import yaml
 from configs.schema import Affects, Choice, Config
 
 FOLDER = Path(__file__).parent
-# study/ has no options of a run: its files are for compare.py alone.
-GROUPS = sorted({path.parent.name for path in FOLDER.glob("*/*.yaml")} - {"study"})
+GROUPS = ("data", "experiment", "model", "tokenizer")  # of a run
 
 
 class ConfigError(ValueError):
@@ -78,9 +77,7 @@ def choices(key: Field) -> dict[str, str]:
 def unknown_key(name: str) -> ConfigError:
     """The error for a key that does not exist, with the name that was probably meant and the keys beside it."""
     section, _, leaf = name.rpartition(".")
-    beside = [key for key in schema() if key.startswith(f"{section or name}.")]
-    if beside and not section:
-        return ConfigError(f"{name}: several keys; set one of them: {', '.join(beside)}.")
+    beside = [key for key in schema() if key.startswith(f"{section}.")]
     # the same name in another section (`lr` → `optim.lr`), or else one that is written alike
     twin = next((f" Did you mean {key}?" for key in schema() if key.endswith(f".{leaf}")), "")
     near = twin or did_you_mean(name, [*schema(), *GROUPS])

@@ -40,12 +40,6 @@ def expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
-def refuse_ranks(program: str) -> None:
-    """Raises ConfigError if torchrun has started a program that is one process."""
-    if by_torchrun():
-        raise ConfigError(f"torchrun: {program} is one process on one device. Start it without torchrun: python {program} ...")
-
-
 def by_torchrun() -> bool:
     """Whether torchrun started this process. WORLD_SIZE alone does not tell, as other launchers set it too."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ

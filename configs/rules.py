@@ -31,7 +31,7 @@ def check(cfg: Config, machine: Machine) -> None:
     Raises:
         ConfigError: with every number out of range, or else with every other broken rule, one a line.
     """
-    _raise_if(_out_of_range(cfg))  # the other rules divide by these numbers
+    _raise_if(out_of_range(cfg))  # the other rules divide by these numbers
     _raise_if(_broken(cfg, machine))
 
 
@@ -126,7 +126,8 @@ def _raise_if(broken: Iterable[str]) -> None:
         raise ConfigError(text)
 
 
-def _out_of_range(cfg: Config) -> Iterator[str]:
+def out_of_range(cfg: Config) -> Iterator[str]:
+    """What is wrong with numbers, a line each."""
     holds = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
     for name, key in keys.schema().items():
         value, limits = attrgetter(name)(cfg), key.metadata["limits"]
@@ -140,8 +141,9 @@ def _out_of_range(cfg: Config) -> Iterator[str]:
 def _idle(names: Iterable[str], cfgs: Sequence[Config], program: str) -> Iterator[str]:
     for name in dict.fromkeys(names):
         section = name.partition(".")[0]
-        if section in ("ablate", "compare") and program not in ("", f"{section}.py"):
-            yield f"{name} is read only by {section}.py. Leave it out."
+        reader = {"ablate": "ablate.py", "compare": "compare.py", "study": "compare.py"}.get(section)
+        if reader and program not in ("", reader):
+            yield f"{name} is read only by {reader}. Leave it out."
         elif name in keys.schema() and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
             yield f"{name} is read only with {keys.only(name)}; here {', '.join(keys.unmet(name, cfgs[0]))}. Leave it out."
 

@@ -27,7 +27,7 @@ Affects = Literal["weights", "results", "speed", "nothing"]
 
 
 def key(default: Any, meaning: str, affects: Affects, *, only: str = "", **limits: float) -> Any:
-    """A field of the configuration: its default (`list` for an empty list, a tuple for a list), meaning and limits.
+    """A field of the configuration: its default (`list` or `dict` for an empty one, a tuple for a list), meaning and limits.
 
     Args:
         affects: what depends on it. Which keys may change when a run goes on, which must agree with the weights of init_from,
@@ -41,8 +41,8 @@ def key(default: Any, meaning: str, affects: Affects, *, only: str = "", **limit
         limits: any of at_least, above, at_most and below.
     """
     metadata = {"meaning": meaning, "limits": limits, "affects": affects, "only": only}
-    if default is list or isinstance(default, tuple):
-        return field(default_factory=list if default is list else partial(list, default), metadata=metadata)
+    if default in (list, dict) or isinstance(default, tuple):
+        return field(default_factory=partial(list, default) if isinstance(default, tuple) else default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -379,6 +379,12 @@ class AblateConfig:
 class CompareConfig:
     """python compare.py; train.py has no use for it."""
 
+    claim: str | None = key(None, "what a study is about, for its report", "nothing")
+    source: str | None = key(None, "who says so", "nothing")
+    limits: str | None = key(None, "what the study can't say", "nothing")
+    arguments: list[str] = key(list, "key=value of all arms, such as optim.lr=1e-3,3e-3", "nothing")
+    arms: dict[str, list[str]] = key(dict, "key=value of each arm, by its name", "nothing")
+    sizes: dict[str, list[str]] = key(dict, "key=value of each size of a ladder", "nothing")
     baseline: str | None = key(None, "the arm that the others are compared with; null: the first", "nothing")
     diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", "nothing", above=0)
     fresh: int = key(8, "seeds at each arm's best rate, which had no part in its choice; 0: no verdict", "nothing", at_least=0)

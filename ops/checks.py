@@ -112,7 +112,8 @@ def as_eps(name: str, eps: Any) -> float:
 
 def as_number(name: str, argument: str, number: Any, accepted: str, fits: Callable[[Any], bool]) -> float:
     """accepted: in words."""
-    if not isinstance(number, float | int | Real) or isinstance(number, bool) or not fits(number):
+    known = type(number) is float or (isinstance(number, float | int | Real) and not isinstance(number, bool))
+    if not known or not fits(number):
         raise ValueError(f"{name}: {argument} must be {accepted}, got {number!r}")
     return float(number)
 

@@ -305,7 +305,7 @@ class Call:
 
     def __init__(self, op: Op, o: Any, i: tuple, needs: tuple[bool, ...] | None, eager: bool = True) -> None:
         """needs: the inputs that need a gradient; None: the call has no backward. eager: else through the dispatcher."""
-        self.op, self.given = op, names_of(op.Inputs._make(i))
+        self.op, self.given, self.materialize = op, names_of(op.Inputs._make(i)), op.materialize
         fields, asked = op.Outputs._fields, op.asked(self.given, o)
         self.asked, self.complete = picker(asked, fields), picker(fields, asked)
         if needs is not None:
@@ -412,8 +412,8 @@ class Recorded(torch.autograd.Function):
     def forward(ctx, call: Call, i: tuple, *_):
         outputs = call.run(i)
         ctx.save_for_backward(*call.keep((*i, *outputs)))
-        ctx.call, ctx.function = call, call.function
-        ctx.set_materialize_grads(call.op.materialize)
+        ctx.call = call
+        ctx.set_materialize_grads(call.materialize)
         if call.constants is not None:
             ctx.mark_non_differentiable(*call.constants(outputs))
         if call.view is not None:

@@ -25,6 +25,9 @@ class Reduction(IntEnum):
     sum = 2
 
 
+_REDUCTIONS = {kind.name: kind for kind in Reduction}  # Dynamo of PyTorch 2.11 doesn't look into an Enum
+
+
 class Options(NamedTuple):
     reduction: Reduction
     ignore_index: int
@@ -157,15 +160,15 @@ def linear_cross_entropy_fn(
 
 
 def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_loss: Any, label_smoothing: Any) -> Options:
-    if reduction not in Reduction.__members__:
-        raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(Reduction.__members__)}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(_REDUCTIONS)}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
     above = "a finite number above 0, or None for none"
     cap = 0.0 if softcap is None else checks.as_number(name, "softcap", softcap, above, lambda c: 0.0 < c < math.inf)
     z_loss = checks.as_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
     label_smoothing = checks.as_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
-    return Options(Reduction[reduction], ignore_index, cap, z_loss, label_smoothing)
+    return Options(_REDUCTIONS[reduction], ignore_index, cap, z_loss, label_smoothing)
 
 
 def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:

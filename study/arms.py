@@ -1,4 +1,4 @@
-"""The arms of a study: what the command line or a file of configs/study/ sweeps, but for learning rates and seeds."""
+"""The arms of a study: what the command line or an option of the group study sweeps, but for learning rates and seeds."""
 
 import copy
 import json
@@ -6,15 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
-from pathlib import Path
 from sysconfig import get_path
 from typing import Any
 
-import yaml
-
 import configs
 from configs import Config, ConfigError, keys, machine, rules
-from configs.command_line import as_config_errors
 from configs.schema import CUDA_GRAPHS, Parallel, Precision
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
@@ -24,8 +20,8 @@ from training.tracking import with_defaults
 RATE, SEED = "optim.lr", "seed"
 FRESH_SEEDS, AGAIN_SEEDS = 1001, 2001  # the first of those that no command gives
 FOLDER = keys.FOLDER / "study"
-PACKAGES = "{packages}"  # in a file: where Python's packages are installed
-WORDS = ("claim", "source", "limits")  # of a file, beside its arguments and arms
+PACKAGES = "{packages}"  # in the arguments of a study: where Python's packages are installed
+WORDS = ("claim", "source", "limits")
 
 
 @dataclass(frozen=True)
@@ -107,13 +103,12 @@ class Study:
 
 def sizes_of(arguments: Sequence[str]) -> list[str]:
     """The sizes of the named study, if it is a ladder."""
-    return [str(size) for size in _named(arguments)[0].get("sizes", {})]
+    return list(configs.compose_only(_named(arguments)).compare.sizes)
 
 
-def _named(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The file of the study that is named, and the other arguments."""
-    named = [text for text in arguments if text.startswith("study=")]
-    return _read(named[-1].partition("=")[2]) if named else {}, [text for text in arguments if text not in named]
+def _named(arguments: Sequence[str]) -> list[str]:
+    """The argument that names a study, if any does."""
+    return [text for text in arguments if text.startswith("study=")]
 
 
 def study_of(arguments: Sequence[str], size: str = "") -> Study:
@@ -125,25 +120,23 @@ def study_of(arguments: Sequence[str], size: str = "") -> Study:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key that a comparison has no use for.
     """
-    found, given = _named(arguments)
-    every = [
-        *found.get("arguments", []),
-        *(next(of for name, of in found["sizes"].items() if str(name) == size) if size else []),
-        *given,
-    ]
-    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse(every)}  # of a key that comes twice, the last
+    named = _named(arguments)
+    found, given = configs.compose_only(named).compare, [text for text in arguments if text not in named]
+    own = [text.replace(PACKAGES, get_path("purelib")) for text in [*found.arguments, *(found.sizes[size] if size else [])]]
+    # of a key that comes twice, the last
+    parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*own, *given])}
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
-    swept = {one.get_key_element() for one in configs.parse(list(parsed.values())) if one.is_sweep_override()}
+    swept = set(configs.swept(list(parsed.values())))
     if unswept := swept & {"folder", "resume"}:
         raise ConfigError(f"{min(unswept)}: a comparison has one. Give it one value.")
     arms: dict[str, Config] = {}
-    for name, more in (found.get("arms") or {"": []}).items():
-        for job in configs.jobs([*parsed.values(), *more]):
+    for name, more in (found.arms or {"": []}).items():
+        for job in configs.jobs([*named, *parsed.values(), *more]):
             label = " ".join([*([name] if name else []), *(text for text in job if text.partition("=")[0] in swept)])
             label = label or "this configuration"
             if arms.setdefault(label, cfg := configs.compose_only(job)) != cfg:
                 raise ConfigError(f"{label}: two arms have this name. List their keys under different names, or sweep them.")
-    words = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
+    words = {name: " ".join(text.split()) for name in WORDS if (text := getattr(found, name))}
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]
     rules.check_given(configs.given(given), list(arms.values()), "compare.py")
@@ -181,20 +174,3 @@ def _checked(study: Study) -> Study:
         near = keys.did_you_mean(str(wanted), names)
         raise ConfigError(f"compare.baseline={wanted}: no such arm.{near} Arms: {', '.join(names)}.")
     return study
-
-
-def _read(name: str) -> dict[str, Any]:
-    """A study of configs/study/ by its name, or of any file by its path."""
-    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
-    with as_config_errors(f"study={name}"):
-        if not path.is_file():
-            known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-            near = keys.did_you_mean(name, known)
-            raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
-        found, takes = (
-            yaml.safe_load(path.read_text(encoding="utf-8").replace(PACKAGES, get_path("purelib"))),
-            (*WORDS, "arguments", "arms", "sizes"),
-        )
-    if not isinstance(found, dict) or set(found) - set(takes):
-        raise ConfigError(f"study={name}: takes {', '.join(takes)}, got {', '.join(found or [])}.")
-    return found

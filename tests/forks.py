@@ -82,7 +82,7 @@ def _command(arguments: list[str], cwd: Path, torchrun: bool, outputs: list, mor
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding=encoding) for number in (1, 2))
     sys.argv = [str(ROOT / "train.py"), *arguments]
     try:
-        sys.exit(_torchrun(arguments) if torchrun else train.main(train.train))
+        sys.exit(_torchrun(arguments) if torchrun else train.main())
     finally:
         atexit._run_exitfuncs()
 

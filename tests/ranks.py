@@ -17,10 +17,10 @@ from configs.machine import Machine
 from tests.forks import processes
 from tests.runs import no_space, read_json
 from training import checkpoint, distributed
-from training.command import find_start
 from training.evaluation import Evaluation
 from training.inputs import Inputs
 from training.run import open_run
+from training.start import find_start
 from training.step import TrainingStep
 
 

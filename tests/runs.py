@@ -20,9 +20,9 @@ from configs.keys import GROUPS
 from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
 from training import checkpoint
-from training.command import find_start
 from training.precision import MixedPrecision
 from training.run import open_run
+from training.start import find_start
 from training.storage import read_metrics
 
 ROOT = Path(__file__).parent.parent

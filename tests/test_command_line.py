@@ -43,10 +43,10 @@ def trained(sweep):
 def test_a_sweep_is_a_run_for_each_combination_in_its_folder_and_in_one_wandb_group_but_for_jobs_that_are_refused(sweep):
     cwd, done = sweep
     assert "sample.prompt: tokenizer.kind=char has no token for 'E' (U+0045)" in done.stderr
-    assert "(in the job " in done.stderr and "[sweep] 1/4: " in done.stdout
+    assert "Error executing job with overrides: ['data=text'" in done.stderr and "[sweep] 1: data=text" in done.stdout
     folders = run_folders(cwd)
     assert [folder.name for folder in folders] == [
-        f"{i}_sample.prompt-the_norm.impl-{of}" for i, of in ((2, "fused"), (3, "torch"))
+        f"{i}_norm.impl-{of}_sample.prompt-the" for i, of in ((2, "fused"), (3, "torch"))
     ]
     [parent] = {folder.parent for folder in folders}
     assert parent.parent == cwd / "runs" and re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_sweep", parent.name)
@@ -64,7 +64,7 @@ def test_a_sweep_is_a_run_for_each_combination_in_its_folder_and_in_one_wandb_gr
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--train.steps=3"], "train.py: error: unrecognized arguments: --train.steps=3"),
+        (["--train.steps=3"], "error: unrecognized arguments: --train.steps=3"),
         (["logging.wandb=null"], "error: W&B refuses a key of logging, or a variable WANDB_…: mode: "),
         (["resume=RUN"], "is at step 8 of train.steps=8: nothing is left to train. Raise train.steps"),
     ],
@@ -171,8 +171,9 @@ def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(trained, 
     [
         (["{folder}/none"], "no checkpoint there"),
         (["{folder}", "--prompt=日本"], "--prompt: "),
-        (["nowhere", "--top-k=0"], "--top-k must be at least 1, or null to sample from all tokens, got 0"),
-        (["nowhere", "--temperature=nan"], "--temperature must be finite, got nan"),
+        (["nowhere", "--top-k=0"], "--top-k=0: must be at least 1."),
+        (["nowhere", "--temperature=nan"], "--temperature=nan: must be finite."),
+        (["nowhere", "--samples=0"], "--samples: must be at least 1."),
     ],
 )
 def test_sampling_mistakes_are_one_message_and_code_2(trained, capsys, arguments, message):

@@ -1,31 +1,31 @@
 """Paths that can't be read or written, whoever names them: a line that names it, code 2, and nothing is written."""
 
-import sys
-
 import pytest
 
 import ablate
 import compare
 import sample
-from training import command, export, plot
+import train
+from training import export, plot
 
 LONG = "l" * 300
 
 
-def train(arguments):
+def train_main(arguments):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train.py", *arguments])
-        return command.main(lambda *_: pytest.fail("trained"))
+        patch.setattr(train, "train", lambda *_: pytest.fail("trained"))
+        return train.main(arguments)
 
 
 @pytest.mark.parametrize(
     ("program", "arguments", "message"),
     [
         *(
-            (train, f"{key}={LONG}", f"{key[-6:]}={LONG}: File name too long")
-            for key in ("folder", "resume", "resume=auto folder")
+            (train_main, f"{key}={LONG}", f"{LONG}: File name too long")
+            for key in ("folder", "resume", "resume=auto folder", "hydra.run.dir")
         ),
-        *((compare.main, f"{key}", f"{key}: File name too long") for key in (f"folder={LONG}", f"study={LONG}.yaml")),
+        (compare.main, f"folder={LONG}", f"folder={LONG}: File name too long"),
+        (compare.main, f"study={LONG}", f"study={LONG}: no such option."),
         *((ablate.main, f"{key}={LONG}", f"{key}={LONG}: ") for key in ("folder", "data.cache_dir", "init_from")),
         (ablate.main, f"tokenizer.kind=pretrained tokenizer.pretrained={LONG}", f"tokenizer.pretrained={LONG}: is no file"),
         (ablate.main, f"ablate.arms=[torch,fused,nanogpt] ablate.nanogpt={LONG}", f"ablate.nanogpt={LONG}: "),
@@ -34,8 +34,9 @@ def train(arguments):
         (export.main, f"--format=gpt2 {LONG}", f"{LONG}: not a readable checkpoint: File name too long"),
         (compare.main, "folder=loop", "folder=loop: File exists"),
         (compare.main, "folder=file/x", "folder=file/x: Not a directory"),
-        (train, "folder=theirs resume=auto", "folder=theirs: it has other files"),
-        (compare.main, "study=bad.yaml", "study=bad.yaml: while parsing"),
+        (train_main, "folder=theirs resume=auto", "folder=theirs: it has other files"),
+        (compare.main, "--config-dir . study=bad", "study/bad.yaml"),
+        (train_main, "--config-dir nowhere", "nowhere' not found"),
         (compare.main, "resume=auto", "resume=auto goes on in the folder that the command names"),
     ],
     ids=lambda of: of.replace(LONG, "LONG") if isinstance(of, str) else of.__module__,
@@ -44,11 +45,12 @@ def test_a_path_that_can_not_be_used_is_named_and_code_2(tiny, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
-    (tmp_path / "bad.yaml").write_text("a: [")
-    (tmp_path / "theirs").mkdir()
+    for name in ("study", "theirs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "study" / "bad.yaml").write_text("a: [")
     (tmp_path / "theirs" / "config.yaml").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    assert program([*(tiny if program in (train, ablate.main, compare.main) else []), *arguments.split()]) == 2
+    assert program([*(tiny if program in (train_main, ablate.main, compare.main) else []), *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said and "standard output" not in said
-    assert sorted(tmp_path.rglob("*")) == before
+    assert [path for path in sorted(tmp_path.rglob("*")) if path != tmp_path / "runs"] == before

@@ -1,279 +1,191 @@
-"""How programs begin and end, and what turns a command of train.py into a run: where it begins, its facts, exit codes.
+"""How programs of `hydra.main` begin and end, and what Hydra asks them: names of folders, and the text of --help."""
 
-resume=never   a new run
-resume=auto    resumes in the folder that the command names, from its newest whole checkpoint; a new run if there is none.
-               torchrun --max-restarts, or a scheduler that preempts, can repeat the same command
-resume=PATH    resumes the run at PATH with its config, in its own folder. A single checkpoint, or another config, is resumed in
-               a new folder
-"""
-
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import hydra
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 
-import configs
-import ops
-from configs import Config, ConfigError, command_line, machine, rules
-from configs.command_line import Job, as_config_errors
-from configs.machine import Machine
-from configs.schema import NormImpl, Parallel, Precision
-from data import Corpus, identity
+from configs import Config, ConfigError, command_line, compose, keys, machine
 from measure.environment import environment
 from measure.files import StorageError, relative
-from training import checkpoint, storage, tracking
-from training.distributed import ALONE, World, join
+from training import storage
+from training.distributed import World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
-from training.metrics import NonFiniteError
-from training.precision import MixedPrecision, set_deterministic
-from training.run import Run, Start, Summary, open_run
-
-Train = Callable[[Config, Run, Machine, World], Summary]
 
 NO_FOLDER = "resume=auto goes on in the folder that the command names: add folder=runs/NAME (in a sweep that of the sweep)."
 
 
-# ---- train.py ----------------------------------------------------------------------------------------------------------------
+class Failed(Exception):
+    """A job of a sweep has failed with this exit code, and said why. The others still run."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
-def main(train: Train) -> int:
-    """Runs the command in sys.argv, with `train` for each run of it. Returns the exit code of the process.
+@cache
+def world() -> World:
+    """The place of this process among those of torchrun."""
+    return join()
+
+
+@cache
+def started() -> str:
+    """When the command was given, as in the names of run folders: the same on all ranks."""
+    return world().on_first(lambda: datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+
+
+def start(
+    task: Callable[[], object],
+    help_text: Callable[[Config], str],
+    arguments: Sequence[str] | None = None,
+    stopped: Callable[[], str] | None = None,
+) -> int:
+    """Runs a function of `hydra.main` as the whole program.
+
+    Args:
+        help_text: what --help prints, with the values of a config; Hydra fills in $APP_CONFIG_GROUPS.
+        arguments: of the command; None: those of this process.
+        stopped: of a program that is one process: what to say after a signal.
 
     Returns:
-        0: done. 1: NaN, or a full disk. 2: an error in the config. 128 plus the signal's number: a signal. For a sweep, the
-        highest of its runs.
+        The exit code. 0: done. 1: NaN, or a full disk. 2: an error in the config. 128 plus the signal's number: a signal. For
+        a sweep, the highest of its runs.
     """
     take_any_encoding()
-    codes, world = [0], join()
+    here, code = world(), 0
+    full = os.environ.get("HYDRA_FULL_ERROR", "")
+    command_line.full_errors = full == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, which have one line here
+    if not here.leads:
+        mute(sys.stdout)
     exit_on_signals()
     use_one_thread()
-    if "--version" in sys.argv[1:]:
-        show(version())
-        return 0
+    started()
+
+    def template(*, _root_: DictConfig) -> str:  # in which Hydra takes a single $ for a name
+        return help_text(compose.typed(_root_)).replace("$", "$$").replace("$$APP_CONFIG_GROUPS", "$APP_CONFIG_GROUPS")
+
+    OmegaConf.register_new_resolver("prenorm.help", template, replace=True)
+    # overrides come first: argparse would take those behind an option for another list of arguments
+    before, given = sys.argv, sys.argv[1:] if arguments is None else arguments
+    sys.argv = [*before[:1], *sorted(given, key=lambda text: text.startswith("-") or not ("=" in text or text[:1] == "~"))]
     try:
-        asked = world.on_first(lambda: command_line.read(sys.argv[1:]))
-        if isinstance(asked, str):
-            if world.leads:
-                print(asked, flush=True)
-            asked = []
-        for number, one in enumerate(asked):
-            if one.swept and world.leads:
-                show(f"[sweep] {number + 1}/{len(asked)}: {' '.join(one.overrides)}")
-            codes.append(job(train, one, world) or 0)
+        if "--version" in given:
+            facts = environment(torch.device("cpu"))
+            show(f"prenorm {facts['versions']['prenorm']}, git {facts['git']}, torch {facts['versions']['torch']}")
+        else:
+            with compose.explained():
+                task()
     except ConfigError as error:
-        codes.append(command_line.refuse(error) if world.leads else command_line.EXIT_CODE)
+        code = command_line.refuse(error) if here.leads else command_line.EXIT_CODE
+    except StorageError as error:
+        show(f"stopped: {error}", sys.stderr)
+        code = 1
+    except Failed as error:
+        code = error.code
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
-    except KeyboardInterrupt:  # before the first step, from which on Interrupt handles it, or the second Ctrl-C
-        codes.append(130)
-    except SystemExit as end:
-        if end.code == 1 or isinstance(end.code, str):
-            raise  # an exception on this rank alone: it waits for nobody, and torchrun ends the other ranks
-        codes.append(end.code or 0)
-    world.leave(max(codes))
-    return max(codes)
-
-
-def version() -> str:
-    facts = environment(torch.device("cpu"))
-    return f"prenorm {facts['versions']['prenorm']}, git {facts['git']}, torch {facts['versions']['torch']}"
-
-
-@record  # torchrun's report of a rank that failed then has the traceback
-def job(train: Train, asked: Job, world: World) -> int:
-    """Makes one run of the command. Returns its exit code, so that the next run of a sweep still starts."""
-    cfg, folder, sweep = asked.cfg, asked.folder, asked.swept
-    try:
-        chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
-        origin = world.on_first(lambda: find_start(cfg, folder, asked.overrides, chosen=chosen))
-        if origin.finished:
-            if world.leads:
-                show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
-            return 0
-        with world.shared_errors():
-            inspected = machine.inspect(origin.cfg.device)
-            rules.check(origin.cfg, inspected)
-            tracking.with_defaults(origin.cfg.logging)
-        group = folder.parent.name if sweep else None
-        device = torch.device(inspected.device)
-        set_deterministic(origin.cfg.deterministic)
-        with open_run(origin, device, group, world) as run:
-            summary = train(origin.cfg, run, inspected, world)
-    except (NonFiniteError, StorageError) as error:
-        if world.leads:
-            show(f"stopped: {error}", sys.stderr)
-            command_line.record_for_torchrun(error)
-        if sweep and world.size > 1 and isinstance(error, StorageError):
-            # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
-            raise SystemExit(1) from None
-        return 1
-    except torch.OutOfMemoryError as error:
-        if world.size > 1:
-            raise
-        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
-        show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
-        return 1
-    except ConfigError as error:
-        if not world.leads:
-            return command_line.EXIT_CODE
-        return command_line.refuse(ConfigError(f"{error}\n(in the job {' '.join(asked.overrides)})") if sweep else error)
-    if world.leads:
-        show(str(summary))
-    return 0
-
-
-@command_line.as_config_errors()
-def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> Start:
-    """Finds where the run of a command begins. Writes nothing.
-
-    Args:
-        cfg: the config that the command composed.
-        folder: where a new run would go.
-        overrides: of the command; resume=PATH applies them to the stored config.
-        chosen: the command names `folder`, so that it may have a run already.
-
-    Raises:
-        ConfigError: no checkpoint where one is needed, a damaged one, or a config that differs in what matters.
-    """
-    if cfg.resume == "never":
-        return Start(cfg, folder)
-    auto, this = cfg.resume == "auto", f"resume={cfg.resume}"
-    if auto and not chosen:
-        raise ConfigError(NO_FOLDER)
-    run = folder if auto else Path(cfg.resume)
-    if run.name == storage.FOLDER:
-        run = run.parent
-    with as_config_errors(f"folder={folder}" if auto else this):
-        kept, problems = storage.newest(run)
-        if kept is None and auto:
-            return _first_start(cfg, folder)
-        found = kept or checkpoint.locate(run)
-        if kept is None:
-            storage.verify(found)
-        here = folder.exists() and folder.samefile(run)
-    stored = checkpoint.read(found, verified=True)
-    before = stored.cfg
-    if not auto:  # an earlier command's resume_with_changes does not count for this one
-        cfg = configs.from_dict(stored.state["config"] | {"resume_with_changes": False}, overrides)
-        rules.check_given(configs.given(overrides), [cfg])
-    if cfg.train.precision is Precision.auto:  # another device would choose another dtype
-        cfg.train.precision = before.train.precision
-    finished = auto and Start(cfg, run, stored, in_place=True).finished
-    with as_config_errors():  # a finished run needs its text no more
-        same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
-    changed = rules.check_resumed(before, cfg, same_corpus)
-    in_place = auto or (kept is not None and (here if chosen else not changed))
-    if in_place and not auto:
-        cfg.resume = before.resume  # config.yaml says how the run began
-    notes = [f"{problem}; the one before it is used." for problem in problems] + [f"{this}: goes on from {relative(found)}."]
-    start = Start(cfg, run if in_place else folder, stored, in_place, notes)
-    steps = cfg.train.steps
-    lacks_results = in_place and not start.finished and before.train.steps == steps
-    if stored.step >= steps and not (finished or lacks_results):
-        raise ConfigError(
-            f"{this}: {relative(found)} is at step {stored.step} of train.steps={steps}: nothing is left to train. Raise "
-            f"train.steps to train longer:\n  {storage.resume_command(run)} train.steps={2 * stored.step} "
-            "resume_with_changes=true\nIts last key is for a schedule whose rates depend on the number of steps."
-        )
-    return start
-
-
-def _first_start(cfg: Config, folder: Path) -> Start:
-    """Of resume=auto in a folder without checkpoints."""
-    if (folder / "summary.json").is_file():
-        raise ConfigError(
-            f"{relative(folder)} has a finished run whose checkpoints are gone, and a new one there would "
-            "overwrite the rest of it. Choose another folder."
-        )
-    started = storage.owner(folder) == storage.TRAIN
-    note = "no checkpoint there yet; the run starts at its first step" if started else "no run there yet; a new one starts"
-    return Start(cfg, folder, in_place=started, notes=[f"resume=auto: {relative(folder)}: {note}."])
-
-
-def facts(
-    origin: Start, precision: MixedPrecision, corpus: Corpus, sizes: dict[str, float], no_graph: str, world: World = ALONE
-) -> dict[str, str]:
-    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`, and
-    `no_graph` is what `rules.why_no_graph` says."""
-    cfg, device = origin.cfg, precision.device
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    norm, ran = cfg.norm, ops.backend_for(device) if cfg.norm.impl is NormImpl.fused else cfg.norm.impl.meaning
-    lost, size = (sum(of) for of in zip(*((s.lost, s.bytes + s.lost) for s in (corpus.train, corpus.val)), strict=True))
-    epochs = cfg.train.steps * sizes["tokens_per_step"] / sizes["train_tokens"]
-    return {
-        "device": f"{device.type}, {hardware}"
-        + (f", {world.size} ranks" if world.store else "")
-        + (", fsdp" if cfg.parallel is Parallel.fsdp else ""),
-        "precision": str(precision) + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else ""),
-        "step": f"no CUDA graph: {no_graph}" if no_graph else "one CUDA graph, after the first steps",
-        "norms": f"{norm.impl} {norm.kind}, {norm.placement}, weight {norm.weight}: {ran}",
-        "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"
-        + (f", with the weights of {cfg.init_from}" if cfg.init_from and not origin.stored else ""),
-        "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",
-        "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out"
-        + (f"; the tokenizer has no token for {lost / size:.2%} of the text, which bits per byte leaves out" if lost else ""),
-        "batch": f"{sizes['tokens_per_step']:,} tokens ({cfg.train.batch_size} × {cfg.model.context})",
-        "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
-    }
-
-
-# ---- ablate.py and compare.py ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def place(cfg: Config, name: str, what: str) -> Iterator[Path]:
-    """The folder of the program `name`, locked: a new one, or with resume=auto that of an earlier process. `what` ends its name
-    where the command names none. Raises ConfigError: it can't be used."""
-    if cfg.resume not in ("never", "auto"):
-        goes_on = f"{name} goes on with folder={cfg.resume} resume=auto and the same arguments"
-        raise ConfigError(f"resume={cfg.resume}: {goes_on}. For the weights of a run: init_from=PATH.")
-    if (resumes := cfg.resume == "auto") and not cfg.folder:
-        raise ConfigError(NO_FOLDER)
-    wanted = Path(cfg.folder or f"runs/{command_line.now()}_{what}")
-    with storage.claim(wanted, name, resumes=resumes) as folder:
-        if folder != wanted:
-            show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
-        yield folder
-
-
-def program(
-    name: str, arguments: Sequence[str], help_text: Callable[[], str], work: Callable[[], int], stopped: Callable[[], str]
-) -> int:
-    """Does the work of a program that measures, or shows its help.
-
-    Args:
-        name: of the program, such as "ablate.py".
-        stopped: what to say after a signal.
-
-    Returns:
-        The exit code: that of `work`; 1 for a full disk, 2 for a config that is refused, 128 plus its number for a signal.
-    """
-    take_any_encoding()
-    if {"-h", "--help"} & set(arguments):
-        show(help_text())
-        return 0
-    exit_on_signals()
-    use_one_thread()
-    try:
-        machine.refuse_ranks(name)
-        return work()
-    except ConfigError as error:
-        return command_line.refuse(error)
-    except StorageError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
     except (KeyboardInterrupt, Stopped) as stop:
-        print(stopped(), file=sys.stderr)
-        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # a number
+        # Ctrl-C before the first step, from which on Interrupt handles it, or the second one
+        code = 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # a number
+        if stopped:
+            show(stopped(), sys.stderr)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise  # an error on this rank alone: it waits for nobody, and torchrun ends the other ranks
+        code = end.code or 0
+    finally:
+        sys.argv, os.environ["HYDRA_FULL_ERROR"] = before, full
+        GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
+    here.leave(code)
+    for of in (world, started):
+        of.cache_clear()
+    return code
 
 
 def use_one_thread() -> None:
     """Runs backward in the thread of forward. This process trains on one device: a thread for that device would only find cold
     caches, which takes up to a third of a CPU-bound step."""
     torch.autograd.set_multithreading_enabled(False)
+
+
+# ---- what configs/config.yaml asks for ---------------------------------------------------------------------------------------
+
+
+def _folder(kind: str, time: str, *, _root_: DictConfig) -> str:
+    """`folder`, or runs/TIME_NAME."""
+    cfg = compose.typed(_root_)
+    name = command_line.run_name(cfg, str(_root_.hydra.runtime.choices.model)) if kind == "run" else kind
+    return cfg.folder or f"runs/{time}_{name}"
+
+
+OmegaConf.register_new_resolver("prenorm.started", started, use_cache=True, replace=True)  # jobs of a sweep share it
+OmegaConf.register_new_resolver("prenorm.folder", _folder, replace=True)
+OmegaConf.register_new_resolver("prenorm.safe", command_line.safe, replace=True)
+
+
+def names_folder(cfg: Config | DictConfig) -> bool:
+    """Whether the command names the folder of its run, so that it may have one already."""
+    return bool(cfg.folder) or any(
+        "hydra.run.dir=" in text or "hydra.sweep.dir=" in text for text in HydraConfig.get().overrides.hydra
+    )
+
+
+# ---- ablate.py and compare.py ------------------------------------------------------------------------------------------------
+
+
+def program(
+    name: str,
+    work: Callable[[list[str]], int],
+    help_text: Callable[[], str],
+    stopped: Callable[[], str],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Does the work of a program that measures, with the overrides of its command, or what Hydra's options ask for.
+
+    Args:
+        name: of the program, and of its config in configs/, such as "ablate".
+        stopped: what to say after a signal.
+
+    Returns:
+        The exit code: that of `work`; 1 for a full disk, 2 for a config that is refused, 128 plus its number for a signal.
+    """
+
+    def task(overrides: list[str]) -> int:
+        if machine.by_torchrun():
+            raise ConfigError(f"torchrun: {name}.py is one process on one device. Start it without: python {name}.py ...")
+        return work(overrides)
+
+    decorated: Any = hydra.main(config_path=str(keys.FOLDER), config_name=name, version_base=None)(task)
+    return start(decorated, lambda _: help_text(), arguments, stopped)
+
+
+@contextmanager
+def place(cfg: Config, name: str) -> Iterator[Path]:
+    """The folder of the program `name`, locked: hydra.sweep.dir, which is a new one, or with resume=auto that of an earlier
+    process. Raises ConfigError: it can't be used."""
+    if cfg.resume not in ("never", "auto"):
+        goes_on = f"{name} goes on with folder={cfg.resume} resume=auto and the same arguments"
+        raise ConfigError(f"resume={cfg.resume}: {goes_on}. For the weights of a run: init_from=PATH.")
+    if (resumes := cfg.resume == "auto") and not names_folder(cfg):
+        raise ConfigError(NO_FOLDER)
+    wanted = Path(HydraConfig.get().sweep.dir)
+    with storage.claim(wanted, name, resumes=resumes) as folder:
+        if folder != wanted:
+            show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
+        yield folder
 
 
 def own_keys(section: str) -> str:

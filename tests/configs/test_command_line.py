@@ -6,7 +6,7 @@ import pytest
 from wandb.sdk.launch.sweeps import utils as sweeps
 
 import configs
-from configs import ConfigError, command_line, keys
+from configs import command_line, keys
 from tests.runs import CPU
 
 
@@ -50,29 +50,3 @@ def test_a_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py():
     cfg = configs.load(command[3:], on=CPU)
     assert (cfg.norm.impl, cfg.norm.kind, cfg.seed, cfg.logging.wandb) == ("fused", "rmsnorm", 3, "online")
     assert sweep["metric"]["name"] == "val/bits_per_byte"  # which test_train.py finds in a run's metrics
-
-
-def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder():
-    given = ["norm.impl=fused,torch", "-m", "seed=range(1,3)", "data.files=[a/b c]", "folder=a/b", "model=tiny", "device=cpu"]
-    jobs = command_line.read(["data=text", *given])
-    assert [(job.cfg.norm.impl, job.cfg.seed) for job in jobs] == [("fused", 1), ("fused", 2), ("torch", 1), ("torch", 2)]
-    assert [str(job.folder) for job in jobs][1:3] == ["a/b/1_norm.impl-fused_seed-2", "a/b/2_norm.impl-torch_seed-1"]
-    [first, _] = command_line.read(["-m", "logging.name=a/b,'c d'", "device=cpu"])
-    assert first.folder.name == "0_logging.name-a-b"
-    [alone] = command_line.read(["device=cpu", "experiment=shakespeare_char", "norm.impl=torch"])
-    assert re.fullmatch(r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_shakespeare_nanogpt_char_torch", str(alone.folder))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("-m norm.impl=fused,toch", "expected one of [fused, torch, compiled"),  # before the first starts
-        ("-m seed=1,2 model.heads=4,3", "(in the job device=cpu seed=1 model.heads=3)"),
-        ("hydra.run.dir=a", "hydra.run.dir: no such key."),
-        ("--cfg job seed=1,2", "To sweep over it, add --multirun"),
-        ("folder=a\udcff", "Hydra can't read this."),
-    ],
-)
-def test_a_mistake_of_the_command_line_is_refused_before_anything_starts(arguments, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        command_line.read(["device=cpu", *arguments.split()])

@@ -18,7 +18,12 @@ norm.imp=torch                  norm.imp: no such key. Did you mean norm.impl? K
 lr=1                            lr: no such key. Did you mean optim.lr?
 modl=gpt2                       modl: no such key. Did you mean model?
 model=gtp2                      model=gtp2: no such option. Did you mean gpt2? Options of model: gemma, gpt2, gpt2_large,
-optim={lr: 1}                   optim: several keys; set one of them: optim.kind, optim.lr,
+optim={lrr: 1}                  optim.lrr: no such key. Did you mean optim.lr?
+data={name: 2024_01_05}         data={name: 2024_01_05}: takes text (name in folders
+norm={alpha: 1}                 norm.alpha is read only with norm.kind=dyt or derf
++norm.imp=torch                 norm.imp: no such key. Did you mean norm.impl?
++lr=1                           lr: no such key. Did you mean optim.lr?
+study=frist                     study=frist: no such option. Did you mean first? Options of study: dyt, first,
 folder=~/runs                   quotes for Hydra within quotes for the shell: 'folder="~/runs"'
 norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch, compiled, flash_attn
 folder=2024_01_05               or None needs quotes, as in 'folder="TEXT"'.

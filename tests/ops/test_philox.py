@@ -154,18 +154,19 @@ def test_what_was_drawn_in_inference_can_be_saved_for_backward(computed):
 
 
 @pytest.mark.gpu
-def test_eager_calls_draw_without_a_launch_and_masks_follow_torchs_generator(device, computed):
-    x = torch.randn(64, 256, device=device)
+def test_eager_calls_in_a_row_draw_without_a_launch_and_masks_follow_torchs_generator(device, computed):
+    x, draws = torch.randn(64, 256, device=device), philox.SINGLES + 3
     torch.manual_seed(1)
-    first = masks(x, 3)
-    assert not torch.equal(first[0], first[1])
+    first = masks(x, draws)
+    assert not torch.equal(first[-2], first[-1])
     state = torch.cuda.get_rng_state()
     between, then = torch.rand(1000, device=device), masks(x)
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(1000, device=device), between) and torch.equal(masks(x)[0], then[0])
     torch.manual_seed(1)
-    assert all(map(torch.equal, masks(x, 3), first))
-    assert computed == [(1, 0)]
+    assert all(map(torch.equal, masks(x, draws), first))
+    at = 4 * philox.SINGLES
+    assert [of for of in computed if of != (1, of[1], 1) or of[1] >= at] == [(1, at, philox.AHEAD)] * 2
 
 
 @pytest.mark.gpu

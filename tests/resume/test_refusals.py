@@ -12,7 +12,7 @@ from configs.schema import Precision
 from tests.resume.stops import AUTO, in_step, refused, train_until
 from tests.runs import composed, corpus, newest, read_json, train_here
 from training import checkpoint, storage
-from training.command import find_start
+from training.start import find_start
 
 
 @pytest.fixture

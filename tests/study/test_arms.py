@@ -2,6 +2,7 @@
 
 import pytest
 
+import compare
 from configs import ConfigError
 from study.arms import FOLDER, study_of
 
@@ -40,8 +41,23 @@ def test_what_it_cant_compare_is_refused(wrong, message):
         study_of(wrong)
 
 
-def test_two_arms_of_a_file_have_two_names(tmp_path, monkeypatch):
-    monkeypatch.setattr("study.arms.FOLDER", tmp_path)
-    (tmp_path / "mine.yaml").write_text('claim: x\nsource: x\nlimits: x\narms:\n  a: ["norm.kind=layernorm,rmsnorm"]\n')
-    with pytest.raises(ConfigError, match="a: two arms have this name"):
-        study_of(["study=mine"])
+MINE = """# @package compare
+arguments: [optim.lr=1e-3, "seed=1,2"]
+baseline: b
+arms:
+  a: ["norm.kind=%s"]
+  b: [norm.kind=dyt]
+"""
+
+
+def test_a_study_in_a_folder_of_ones_own_is_an_option_and_two_arms_of_it_have_two_names(tmp_path, monkeypatch, capsys):
+    studies = []
+    monkeypatch.setattr(compare, "compare", lambda study, *_: studies.append(study))
+    (tmp_path / "study").mkdir()
+    for name, kinds in (("mine", "rmsnorm"), ("same", "rmsnorm,layernorm")):
+        (tmp_path / "study" / f"{name}.yaml").write_text(MINE % kinds)
+    command = ["--config-dir", str(tmp_path), f"folder={tmp_path / 'run'}", "device=cpu", "optim.lr=1e-2"]
+    assert compare.main([*command, "study=mine"]) == 0
+    assert [arm.name for arm in studies[0].arms] == ["a", "b"] and studies[0].baseline.name == "b"
+    assert (studies[0].rates, studies[0].seeds) == ([1e-2], [1, 2])
+    assert compare.main([*command, "study=same"]) == 2 and "a: two arms have this name" in capsys.readouterr().err

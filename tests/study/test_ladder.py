@@ -65,12 +65,14 @@ def test_an_order_that_turns_and_a_rate_that_does_not_carry_are_told(drawn):
 
 def test_it_trains_every_size_in_a_folder_of_its_own_and_goes_on_with_what_is_there(tiny, tmp_path, monkeypatch, capsys):
     text = (FOLDER / "ladder.yaml").read_text().split("arguments:")[0]
-    sizes = "".join(f"  {n}: [model.width={16 * n}, train.steps={4 * n}]\n" for n in (1, 2, 3, 4))
-    (tmp_path / "small.yaml").write_text(
+    sizes = "".join(f"  '{n}': [model.width={16 * n}, train.steps={4 * n}]\n" for n in (1, 2, 3, 4))
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "small.yaml").write_text(
         f'{text}arguments: ["optim.lr=1e-3,3e-3", eval.every=0]\narms:\n  a: []\nsizes:\n{sizes}'
     )
     command = [
-        f"study={tmp_path}/small.yaml",
+        f"--config-dir={tmp_path}",
+        "study=small",
         *tiny,
         "compare.fresh=2",
         "eval.batches=1",

@@ -138,8 +138,8 @@ def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     the parabola in log rate through it and its two neighbours.
 
     Its error counts: one neighbour is taken lower and the other higher by a one-sided 95 % limit, from the spread of the
-    sample. Beyond a cliff no parabola goes on, so the cost is at most the limit of the rise on the flatter side. Infinite if
-    the best rate has no neighbour on one side.
+    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beyond a cliff no parabola goes on,
+    so the cost is at most the limit of the rise on the flatter side. Infinite if the best rate has no neighbour on one side.
     """
     rates, best = found.rates(name), found.best_rate(name)
     if len(rates) < 2:
@@ -153,7 +153,7 @@ def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     deviation = float(np.std(sample.losses, ddof=1)) if len(sample.losses) > 1 else 0.0
     error = ONE_SIDED * deviation * math.sqrt(2 / seeds)
     left, right = depth(-below, above, p + error, max(q - error, 0.0)), depth(-below, above, max(p - error, 0.0), q + error)
-    return replace(sample, cost=min(max(left, right), min(p, q) + error))
+    return replace(sample, cost=min(max(left, right, error - min(p, q)), min(p, q) + error))
 
 
 def depth(a: float, b: float, p: float, q: float) -> float:

@@ -153,7 +153,7 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
 
 
 def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tiny, here, monkeypatch, capsys, ablations):
-    """Three arms: three warm-ups, then six blocks a cycle. The first cycle of a process is not counted."""
+    """Four arms: four warm-ups, then eight blocks a cycle. The first cycle of a process is not counted."""
     runs, run = [], ablate.timing.run
 
     def stopping_at(call):
@@ -167,7 +167,7 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
         monkeypatch.setattr(ablate.timing, "run", one)
 
     command = [*tiny, TIMES]
-    stopping_at(3 + 6 * 5 + 2)
+    stopping_at(4 + 8 * 5 + 2)
     assert ablate.main(command) == 130
     folder = here()
     assert f"add folder=runs/{folder.name} resume=auto" in capsys.readouterr().err and not ablations
@@ -181,8 +181,8 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
 
     stopping_at(None)
     assert ablate.main([*command, f"folder={folder}", "resume=auto"]) == 0
-    begun = [start for _, start in runs[3:]]  # after the warm-ups, which come again
-    assert begun == [1 + 2 * cycle for cycle in (4, 5, 6) for _ in range(6)]
+    begun = [start for _, start in runs[4:]]  # after the warm-ups, which come again
+    assert begun == [1 + 2 * cycle for cycle in (4, 5, 6) for _ in range(8)]
     for name, arm in ablations[-1].cells[0].arms.items():
         assert len(arm.blocks_ms) == 12, "two blocks in each of six cycles"
         assert arm.blocks_ms[:8] == [block for cycle in kept for block in cycle["blocks_ms"][name]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 # For a bootstrap interval of a median: with 4 samples it misses the truth 1 time in 8, with 2 every other time.
 LEAST_SAMPLES = 6
@@ -79,6 +79,8 @@ def _median(samples: np.ndarray) -> Interval:
 
 def _bootstrap(samples: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> Interval:
     """With its percentile bootstrap (Efron 1979). The seed is fixed, so the same samples give the same interval."""
+    from scipy import stats  # a tenth of the time to the first step of train.py, which needs none of it
+
     value = float(statistic(*samples, axis=-1))
     if len(samples[0]) < 2:
         return Interval(value, value, value)

@@ -136,11 +136,6 @@ def has_hooks(module: torch.nn.Module, but: int = -1) -> bool:
     return any(id != but for hooks in of_module for id in hooks) or "forward" in module.__dict__ or _has_any_global_hook()
 
 
-def is_last_hook(module: torch.nn.Module, id: int) -> bool:
-    """Whether all that sees what a module gives does so before this forward hook."""
-    return [*module._forward_hooks][-1] == id and not module._backward_hooks and not module._backward_pre_hooks
-
-
 def triton_internals() -> Any:
     """With `CompiledKernel`, `driver` and `knobs` of Triton, or None: every launch then goes through Triton's own dispatch."""
     try:

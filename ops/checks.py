@@ -2,6 +2,7 @@
 accepted.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -108,6 +109,11 @@ def as_dropout_p(name: str, argument: str, p: Any) -> float:
 
 def as_eps(name: str, eps: Any) -> float:
     return as_number(name, "eps", eps, "a number of 0 or more", lambda eps: eps >= 0.0)
+
+
+def is_finite(number: Any) -> bool:
+    """Also of a symbol of a compiled graph, for which math.isfinite would break the graph."""
+    return -math.inf < number < math.inf
 
 
 def as_number(name: str, argument: str, number: Any, accepted: str, fits: Callable[[Any], bool]) -> float:

@@ -3,7 +3,6 @@
 `layer_norm_fn` and `rms_norm_fn` have the interface of FlashAttention's Triton functions, argument for argument.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from operator import index
 from typing import Any
@@ -302,9 +301,10 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
     if key is None:
         return None
     try:
-        return kit.recall(key) or kit.remember(key, Plan(operands, *(*request, True)))
+        found = kit.recall(key)
     except TypeError:  # an option has no hash: the checks have more to say
         return Plan(operands, *request)
+    return found or kit.remember(key, Plan(operands, *(*request, True)))
 
 
 def _key(operands: tuple, request: tuple) -> tuple | None:
@@ -364,7 +364,7 @@ class Plan:
             raise ValueError(
                 f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
             )
-        residual_scale = checks.as_number(name, "residual_scale", residual_scale, "a finite number", math.isfinite)
+        residual_scale = checks.as_number(name, "residual_scale", residual_scale, "a finite number", checks.is_finite)
         dropout_p = checks.as_dropout_p(name, "dropout_p", dropout_p)
         eps = checks.as_eps(name, eps)
         flags = checks.as_flags(

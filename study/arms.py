@@ -80,6 +80,7 @@ class Study:
     def facts(self, arm: Arm) -> dict[str, Any]:
         """The keys of an arm that its runs have to agree in."""
         affecting = {*keys.affecting("weights", "results", "speed"), "compare.diverged", "compare.probe_every", "eval.every"}
+        affecting |= {"compare.race_steps"}  # a race compares losses of one step
         every = flat(configs.to_dict(arm.cfg))
         return {key: value for key, value in every.items() if key in affecting - {RATE, SEED}}
 
@@ -102,8 +103,11 @@ class Study:
 
 
 def sizes_of(arguments: Sequence[str]) -> list[str]:
-    """The sizes of the named study, if it is a ladder."""
-    return list(configs.compose_only(_named(arguments)).compare.sizes)
+    """The sizes of the named study, if it is a ladder. Raises ConfigError for fewer than four."""
+    sizes = list(configs.compose_only(_named(arguments)).compare.sizes)
+    if 0 < len(sizes) < 4:
+        raise ConfigError(f"compare.sizes has {', '.join(sizes)}. A law through three sizes predicts a fourth: give four.")
+    return sizes
 
 
 def _named(arguments: Sequence[str]) -> list[str]:
@@ -125,6 +129,8 @@ def study_of(arguments: Sequence[str], size: str = "") -> Study:
     own = [text.replace(PACKAGES, get_path("purelib")) for text in [*found.arguments, *(found.sizes[size] if size else [])]]
     # of a key that comes twice, the last
     parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*own, *given])}
+    if only_in_files := {f"compare.{name}" for name in ("arguments", "arms", "sizes", *WORDS)} & parsed.keys():
+        raise ConfigError(f"{min(only_in_files)}: belongs in a file of the group study. Write one, and give study=NAME.")
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
     swept = set(configs.swept(list(parsed.values())))
     if unswept := swept & {"folder", "resume"}:

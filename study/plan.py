@@ -79,4 +79,4 @@ def beside(given: Sequence[float], losses: Mapping[float, float], best: float) -
         parts = 4 if math.isinf(losses[near]) and math.isfinite(losses[best]) else 2
         if distance > 1.1 * step / parts:
             wanted.append(float(f"{best * math.exp(sign * step / parts):.3g}"))
-    return wanted
+    return [rate for rate in wanted if rate not in losses]  # as given rates may be closer than what is written of one

@@ -39,14 +39,14 @@ class AdoptedAttention(nn.Module):
         return _rebuild, (self._own, self._turn), dict(vars(self))
 
 
-def _rebuild(own: type, turn: Turn) -> Any:
+def _rebuild(own: Any, turn: Turn) -> Any:
     """An adopted module without attributes, for copies and pickles."""
-    return object.__new__(adopted_class(own, turn))
+    return object.__new__(adopted_class(own, turn, own.forward))
 
 
 @cache
-def adopted_class(own: Any, turn: Turn) -> type:
-    recognised = own.forward
+def adopted_class(own: Any, turn: Turn, recognised: Any) -> type:
+    """recognised: the forward of `own` that `turn` was found in."""
     ours = with_names(recognised, {turn.function: turning(turn, recognised.__globals__[turn.function])}, turn.norms)
 
     @wraps(recognised)
@@ -55,7 +55,8 @@ def adopted_class(own: Any, turn: Turn) -> type:
         return (ours if is_own else own.forward)(self, *args, **kwargs)
 
     body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_own": own, "_turn": turn}
-    body |= {"forward": forward} | {_later(name): _leaving(name) for name in turn.norms}
+    body |= {"_recognised": staticmethod(recognised), "forward": forward}
+    body |= {_later(name): _leaving(name) for name in turn.norms}
     return new_class(own.__name__, (AdoptedAttention, own), {}, lambda space: space.update(body))
 
 

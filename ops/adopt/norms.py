@@ -78,7 +78,8 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
         return Site(name, was, False, "`only` returned False for it")
     before = {attribute: vars(module)[attribute] for attribute in _OURS if attribute in vars(module)}
     try:
-        module.__class__ = _adopted_class(type(module), MODULES[formula.norm])  # type: ignore[arg-type]
+        own: Any = type(module)
+        module.__class__ = _adopted_class(own, MODULES[formula.norm], own.forward)  # type: ignore[arg-type]
     except TypeError as error:
         return Site(name, was, False, f"Python can't give its class a subclass: {error}")
     shown = (() if formula.width is None else (formula.width,), formula.weight is not None, formula.zero_centered_weight)
@@ -95,11 +96,11 @@ def _described(module: nn.Module) -> str:
 
 
 @cache
-def _adopted_class(own: Any, ours: type) -> type:
+def _adopted_class(own: Any, ours: type, recognised: Any) -> type:
     # The module's own methods go first, but a class can't stand before its own subclass.
     bases = (AdoptedNorm, ours) if issubclass(ours, own) else (AdoptedNorm, own, ours)
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__")}
-    body = {"_own": own, "_recognised": staticmethod(own.forward), "_ours": ours, "__doc__": AdoptedNorm.__doc__, **names}
+    body = {"_own": own, "_recognised": staticmethod(recognised), "_ours": ours, "__doc__": AdoptedNorm.__doc__, **names}
     return types.new_class(own.__name__, bases, {}, lambda space: space.update(body))
 
 
@@ -114,7 +115,7 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
     norms = {name: module for name, module in model.named_modules() if isinstance(module, AdoptedNorm)}
     for norm in norms.values():
         changed = "its forward" if "forward" in vars(norm) else f"its class, to {type(norm).__name__}"
-        if "forward" in vars(norm) or type(norm) is not _adopted_class(norm._own, norm._ours):
+        if "forward" in vars(norm) or type(norm) is not _adopted_class(norm._own, norm._ours, norm._recognised):
             raise ValueError(
                 f"restore_norms: after a {norm._own.__name__} was replaced, another tool changed {changed} (fully_shard, a "
                 "parametrization, module.forward = …); undo that first"
@@ -143,7 +144,7 @@ class AdoptedNorm(nn.Module):
     eps: float | None  # the formula's; may be set, as with torch's norms
 
     def __reduce_ex__(self, protocol):
-        return _rebuild, (self._own, self._ours), dict(vars(self))
+        return _rebuild, (self._own, self._ours, self.has_own_forward()), dict(vars(self))
 
     def forward(self, x: Any = None, **by_name: Any) -> Any:
         """x: also under the name that it has in the model's own forward."""
@@ -151,7 +152,7 @@ class AdoptedNorm(nn.Module):
         if x is None or by_name:
             raise TypeError(f"{type(self).__name__}: forward takes {self.formula.argument}; got {[*by_name]}")
         if not self.has_own_forward():
-            return self._own.forward(self, x)
+            return self._own.forward(self, x.tensor() if isinstance(x, Lazy) else x)
         if isinstance(x, Lazy):  # in a fused block
             waits = x.residual is None and x.x1 is None and x.is_plain() and self.out_dtype(x.dtype) == x.dtype
             y: Any = x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
@@ -205,6 +206,6 @@ class AdoptedNorm(nn.Module):
         return f"{self.formula.width or 'any width'}, {replace(self.formula, eps=self.eps)}"
 
 
-def _rebuild(own: type, ours: type) -> Any:
+def _rebuild(own: Any, ours: type, has_own_forward: bool) -> Any:
     """An adopted norm without attributes, for copies and pickles."""
-    return object.__new__(_adopted_class(own, ours))
+    return object.__new__(_adopted_class(own, ours, own.forward if has_own_forward else None))

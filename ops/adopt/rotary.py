@@ -57,7 +57,7 @@ def replace_rotary(model: nn.Module, *, only: Callable[[str, nn.Module], bool] |
             continue
         was, found = type(module).__name__, _tried(module, functions, model)
         if isinstance(found, Turn):
-            module.__class__ = adopted_class(type(module), found)  # type: ignore[arg-type]
+            module.__class__ = adopted_class(type(module), found, type(module).forward)  # type: ignore[arg-type]
             along = f"with {' and '.join(found.norms)} " if found.norms else ""
             lines.append((name or "model", f"{was}, rotary positions {along}in one kernel"))
         else:
@@ -73,7 +73,7 @@ def restore_rotary(model: nn.Module) -> list[str]:
     """
     adopted = {name: module for name, module in model.named_modules() if isinstance(module, AdoptedAttention)}
     for name, module in adopted.items():
-        if "forward" in vars(module) or type(module) is not adopted_class(module._own, module._turn):
+        if "forward" in vars(module) or type(module) is not adopted_class(module._own, module._turn, module._recognised):
             raise ValueError(
                 f"restore_rotary: since {name}, a {module._own.__name__}, was replaced, another tool changed its forward "
                 "or its class (fully_shard, a parametrization, module.forward = …); undo that first"
@@ -85,6 +85,8 @@ def restore_rotary(model: nn.Module) -> list[str]:
 
 def _forward(module: nn.Module) -> Any:
     """Its class's forward without decorators, if that is written in Python."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     forward = inspect.unwrap(type(module).forward)
     return forward if isinstance(forward, FunctionType) else None
 
@@ -135,7 +137,7 @@ def _turn(attention: nn.Module, angles: nn.Module, turn: Turn) -> Turn:
         raise _Left(f"{type(angles).__name__} gives no pair of cos and sin")
     turn = turn._replace(fp32_angles=found[0].dtype == torch.float32)
     for case, kind in product(_CASES, kinds):
-        clone.__class__ = adopted_class(type(attention), turn)  # type: ignore[arg-type]
+        clone.__class__ = adopted_class(type(attention), turn, type(attention).forward)  # type: ignore[arg-type]
         turn = turn._replace(norms=_compared(clone, turn, partial(angles, **kind), *case))
     return turn
 

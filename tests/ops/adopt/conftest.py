@@ -3,13 +3,16 @@ takes long. A test asks for the kernels by the argument `kernel`."""
 
 import pytest
 
-from ops import kernels
+from ops import kernels, kit
 
 
 @pytest.fixture(autouse=True)
 def reference_on_the_cpu(monkeypatch, request):
     if "kernel" not in request.fixturenames:
         monkeypatch.setattr(kernels, "INTERPRET", False)
+        kit.forget()
+    yield
+    kit.forget()
 
 
 @pytest.fixture

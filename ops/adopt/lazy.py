@@ -29,7 +29,11 @@ from ..reference import Norm
 from ..torch_state import has_hooks, is_eager
 
 WATCH: Callable | None = None  # sees each norm and its x and y, and each sum and its result: for `trial`, and checks of rows
-_APPLY = torch.autograd.Function.apply.__code__
+_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)  # None: it is written in C++, as from PyTorch 2.15 on
+_LOST = (
+    "an autograd.Function got what a sublayer of a fused block gave, before its sum, and would lose its gradient. "
+    "Where a flag of the block decides that: set the flag, then call adopt; or leave the block alone with only="
+)
 _METADATA = {"shape", "device", "ndim", "size", "dim", "numel", "is_floating_point", "is_nested", "new_empty"}
 
 
@@ -121,10 +125,7 @@ class Lazy:
     def __class__(self) -> Any:
         # An autograd.Function asks each argument for it, and takes what is no tensor for a constant.
         if sys._getframe(1).f_code is _APPLY:
-            raise TypeError(
-                "an autograd.Function got what a sublayer of a fused block gave, before its sum, and would lose its gradient. "
-                "Where a flag of the block decides that: set the flag, then call adopt; or leave the block alone with only="
-            )
+            raise TypeError(_LOST)
         return type(self)
 
     def then(self, **what: Any) -> "Lazy":
@@ -135,6 +136,8 @@ class Lazy:
         if self._value is not None:
             return self._value
         if self._had_grad and not torch.is_grad_enabled():
+            if _APPLY is None and _in_function():
+                raise TypeError(_LOST)
             return self._compute()
         if self._had_grad != torch.is_grad_enabled():
             with torch.no_grad():
@@ -232,6 +235,14 @@ class Lazy:
 
     def __copy__(self) -> Tensor:
         return self.tensor()
+
+
+def _in_function() -> bool:
+    """Whether the innermost `forward` that runs is not that of a module, so that of an autograd.Function."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != "forward":
+        frame = frame.f_back
+    return frame is not None and not isinstance(next(iter(frame.f_locals.values()), None), torch.nn.Module)
 
 
 def settled(x: Any) -> Any:

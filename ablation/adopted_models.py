@@ -247,4 +247,6 @@ def float_tensors(output: Any) -> list[Tensor]:
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"autocast is {dtype!r}, expected a dtype such as torch.bfloat16, or None")
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)

@@ -233,7 +233,10 @@ def explained() -> Iterator[None]:
             """need quotes for Hydra within quotes for the shell: 'folder="~/runs"', 'data.files=["~/a.txt",b.txt]'."""
         ) from error
     except (HydraException, OmegaConfBaseException) as error:
-        if isinstance(said := error.__context__, ConfigError):  # of a resolver
+        said: BaseException | None = error
+        while said and not isinstance(said, ConfigError):
+            said = said.__cause__ or said.__context__
+        if said:  # of a resolver
             raise said from error
         if isinstance(error, MissingConfigException) and error.options:
             group, _, option = str(error.missing_cfg_file).rpartition("/")

@@ -76,6 +76,8 @@ def choices(key: Field) -> dict[str, str]:
 
 def unknown_key(name: str) -> ConfigError:
     """The error for a key that does not exist, with the name that was probably meant and the keys beside it."""
+    if name in GROUPS:  # Hydra puts what a file of the group has under the group's name, unless it begins so
+        return ConfigError(f"{name} is a group. Begin your own file of it with the line `# @package _global_`.")
     section, _, leaf = name.rpartition(".")
     beside = [key for key in schema() if key.startswith(f"{section}.")]
     # the same name in another section (`lr` → `optim.lr`), or else one that is written alike

@@ -98,7 +98,7 @@ def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) 
     if changed and not cfg.resume_with_changes:
         raise ConfigError(
             "\n".join(changed.values()) + "\nThe run would then give other numbers than the run that was stopped. "
-            "Leave these keys out, or accept the changes with resume_with_changes=true."
+            "resume=PATH without these keys goes on with the run's own; resume_with_changes=true accepts the changes."
         )
     return list(changed)
 

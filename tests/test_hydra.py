@@ -71,6 +71,7 @@ def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, ov
         ("-m --cfg job", "Only one of --run, --multirun, --cfg"),
         ("study=first", "study is read only by compare.py. Leave it out."),
         ("compare.diverged=2", "compare.diverged is read only by compare.py. Leave it out."),
+        ("+foo=1", "error: foo: no such key."),
         ("--config-name=none", "Cannot find primary config 'none'."),
     ],
 )

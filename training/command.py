@@ -137,10 +137,11 @@ OmegaConf.register_new_resolver("prenorm.safe", command_line.safe, replace=True)
 
 
 def names_folder(cfg: Config | DictConfig) -> bool:
-    """Whether the command names the folder of its run, so that it may have one already."""
-    return bool(cfg.folder) or any(
-        "hydra.run.dir=" in text or "hydra.sweep.dir=" in text for text in HydraConfig.get().overrides.hydra
-    )
+    """Whether the command names the folder of its run, so that it may have one already. Raises ConfigError: it names two."""
+    by_hydra = [text for text in HydraConfig.get().overrides.hydra if "hydra.run.dir=" in text or "hydra.sweep.dir=" in text]
+    if by_hydra and cfg.folder:
+        raise ConfigError(f"folder={cfg.folder} and {by_hydra[0]} name two folders. Give one of them.")
+    return bool(by_hydra or cfg.folder)
 
 
 # ---- ablate.py and compare.py ------------------------------------------------------------------------------------------------

@@ -54,9 +54,6 @@ def job(train: Train, composed: DictConfig) -> float | None:
     use_one_thread()  # a launcher may have started this process
     if sweep and here.leads:
         show(f"[sweep] {asked.job.num + 1}: {' '.join(overrides)}")
-    if sweep or not names_folder(composed):
-        with suppress(OSError):  # Hydra has made it; a run that starts makes it again, and a run that goes on has its own
-            folder.rmdir()
     try:
         loss, code = _run(train, composed, Path(relative(folder)), overrides, sweep) or (None, 0)
     except Exception:
@@ -74,6 +71,9 @@ def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str],
     """The loss of the run, and the exit code of its end. The reason of another code than 0 is printed."""
     here = world()
     try:
+        if sweep or not names_folder(composed):
+            with suppress(OSError):  # Hydra has made it; a run that starts makes it again, and a run that goes on has its own
+                folder.rmdir()
         with here.shared_errors():
             # in a sweep another job may be the one where a key counts, and its sweeper has seen them all
             [cfg] = compose.check_jobs([overrides], lambda _: composed, None if sweep else "train.py")
@@ -162,7 +162,7 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
         raise ConfigError(
             f"{this}: {relative(found)} is at step {stored.step} of train.steps={steps}: nothing is left to train. Raise "
             f"train.steps to train longer:\n  {storage.resume_command(run)} train.steps={2 * stored.step} "
-            "resume_with_changes=true\nIts last key is for a schedule whose rates depend on the number of steps."
+            "resume_with_changes=true\nA constant schedule needs no resume_with_changes=true."
         )
     return start
 

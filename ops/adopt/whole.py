@@ -28,7 +28,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 class Adoption:
     """What `adopt` did; str is a table of it."""
 
-    model: nn.Module
+    model: nn.Module = field(repr=False)
     norms: list[Site] = field(default_factory=list)
     blocks: dict[str, Trial] = field(default_factory=dict)  # by the block's name in the model
     left: dict[str, str] = field(default_factory=dict)  # blocks that stay as they are, and why

@@ -8,7 +8,18 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
-from ops import Norm, dropout_mask, kit, layer_norm_fn, layer_norm_linear_fn, norm_fn, rms_norm_fn, seeded_dropout
+from ops import (
+    Norm,
+    RMSNorm,
+    dropout_mask,
+    kit,
+    layer_norm_fn,
+    layer_norm_linear_fn,
+    norm_fn,
+    rms_norm_fn,
+    seeded_dropout,
+    softmax_fn,
+)
 from ops.kit import names_of, present
 from ops.norm import NORM
 from ops.records import BackwardInputs, Gradients, Inputs, Options
@@ -135,6 +146,16 @@ def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_wh
     with torch.no_grad():
         fn(x, w)
     assert found == {NORM.forward_op: [(4, 24), (4, 24)]}
+
+
+def test_numbers_may_be_symbols_of_a_graph(device):
+    torch._dynamo.reset()
+    x, norm = torch.randn(4, 8, device=device), RMSNorm(8).to(device)
+    compiled = torch.compile(norm, backend="aot_eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(x), norm(x))
+    scaled = torch.compile(lambda x, scale: softmax_fn(x, scale), backend="aot_eager", fullgraph=True)
+    for scale in (0.5, 0.6, 0.7):  # from the second on it is one
+        torch.testing.assert_close(scaled(x, scale), torch.softmax(x * scale, -1))
 
 
 def test_dynamic_shapes_compile_once(device):

@@ -547,3 +547,17 @@ def test_a_norm_and_the_stream_past_it_are_one_node_and_so_are_a_sum_and_its_nor
             todo += [other for other, _ in node.next_functions]
     names = sorted(node.name() for node in nodes)
     assert names.count("FusedNormBackward") == 2 and names.count("AddBackward0") == 1
+
+
+def test_a_class_that_a_tool_patches_between_two_calls_of_adopt_is_recognised_as_it_is_then(monkeypatch):
+    class Norm(nn.LayerNorm):
+        pass
+
+    first, second, x = nn.Sequential(Norm(8)), nn.Sequential(Norm(8)), torch.randn(3, 8)
+    adopt(first, verbose=False)
+    monkeypatch.setattr(Norm, "forward", lambda self, x: F.layer_norm(x, (8,), self.weight, self.bias, 0.5), raising=False)
+    expected = second(x)
+    adopt(second, verbose=False)
+    assert second[0].has_own_forward() and not first[0].has_own_forward()
+    for model in (first, second, copy.deepcopy(first), copy.deepcopy(second)):
+        torch.testing.assert_close(model(x), expected)

@@ -2,7 +2,9 @@
 everything else on the PyTorch reference, which is what a machine without a GPU uses."""
 
 import gc
+import importlib
 import os
+import pkgutil
 import signal
 
 # One thread a test, and a rank, and a program that a test starts: more cost more than they give at these sizes, most of all
@@ -21,7 +23,8 @@ from ops import kernels  # noqa: E402
 
 INTERPRET = kernels.INTERPRET
 if INTERPRET:
-    from ops.kernels import backward, forward  # noqa: F401  defines the kernels, now that they are for the interpreter
+    for module in pkgutil.iter_modules(kernels.__path__, "ops.kernels."):  # defines them all, now for the interpreter
+        importlib.import_module(module.name)
     from tests import interpreter
 
     interpreter.quicken()

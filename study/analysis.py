@@ -17,7 +17,7 @@ from measure.differences import Difference, Sample, difference, differences
 from measure.statistics import Interval, mean_interval, paired_ratio
 from study.arms import Arm, Study
 from study.runs import AGAIN, FRESH, SEARCH, TIME, Found
-from study.timing import BASELINE, OWN_AGAIN
+from study.timing import OWN_AGAIN, as_baseline
 
 ONE_SIDED = 1.645  # standard errors above which a twentieth lies
 
@@ -138,8 +138,9 @@ def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     the parabola in log rate through it and its two neighbours.
 
     Its error counts: one neighbour is taken lower and the other higher by a one-sided 95 % limit, from the spread of the
-    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beyond a cliff no parabola goes on,
-    so the cost is at most the limit of the rise on the flatter side. Infinite if the best rate has no neighbour on one side.
+    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beside a rate at which no run
+    trains no parabola goes on, and the cost is at most the limit of the rise on the other side. Infinite if the best rate has
+    no neighbour on one side.
     """
     rates, best = found.rates(name), found.best_rate(name)
     if len(rates) < 2:
@@ -149,17 +150,17 @@ def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     if not below or not above:
         return replace(sample, cost=math.inf)
     p, q = rises[below], rises[above]
-    seeds = min(len(found.of(name, SEARCH, rate=rate)) for rate in rates)
+    seeds = min(len(found.sample(found.of(name, SEARCH, rate=rate)).losses) for rate in rates if math.isfinite(rates[rate]))
     deviation = float(np.std(sample.losses, ddof=1)) if len(sample.losses) > 1 else 0.0
     error = ONE_SIDED * deviation * math.sqrt(2 / seeds)
+    if math.isinf(max(p, q)):
+        return replace(sample, cost=min(p, q) + error)
     left, right = depth(-below, above, p + error, max(q - error, 0.0)), depth(-below, above, max(p - error, 0.0), q + error)
-    return replace(sample, cost=min(max(left, right, error - min(p, q)), min(p, q) + error))
+    return replace(sample, cost=max(left, right, error - min(p, q)))
 
 
 def depth(a: float, b: float, p: float, q: float) -> float:
-    """How far below 0 the parabola through (−a, p), (0, 0) and (b, q) is lowest; infinite beside a run that failed."""
-    if math.isinf(p + q):
-        return math.inf
+    """How far below 0 the parabola through (−a, p), (0, 0) and (b, q) is lowest."""
     return (q * a / b - p * b / a) ** 2 / (4 * (a + b) * (p / a + q / b)) if p + q else 0.0
 
 
@@ -168,7 +169,7 @@ def sensitivity(study: Study, found: Found, name: str) -> Interval | None:
 
     A run that failed has its initial loss. None where a rate has no runs to the end, or all runs failed, or of one seed.
     """
-    every = [run for run in found.of(name, SEARCH) if run.rate in study.rates]
+    every = [run for run in found.of(name, SEARCH) if run.rate in study.rates and run.seed in study.seeds]
     seeds = sorted({run.seed for run in every})
     if len(seeds) < 2 or len(every) < len(seeds) * len(study.rates) or all(map(found.failed, every)):
         return None
@@ -189,10 +190,10 @@ def price(found: Found, arm: Arm, baseline: str) -> Price:
         return paired_ratio(*(cycle_times([[ms] for ms in blocks[name]]) for name in (numerator, denominator)))
 
     return Price(
-        ms={name: median(of) for name, of in blocks.items() if name not in (BASELINE, OWN_AGAIN, TORCH_AGAIN)},
+        ms={name: median(blocks[name]) for name in (own, TORCH) if name in blocks},
         over_torch=ratio(TORCH, own) if own != TORCH else None,
         again=ratio(own, OWN_AGAIN) or ratio(TORCH, TORCH_AGAIN),
-        of_baseline=ratio(own, own if arm.name == baseline else BASELINE),
+        of_baseline=ratio(own, own if arm.name == baseline else as_baseline(baseline)),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from measure.comparison import TWIN, is_twin
+from measure.comparison import TWIN, differs, is_twin, reach
 from measure.files import json_text, relative, replace_text
 from measure.sources import ROOT
 from measure.statistics import Interval, mean_interval
@@ -75,13 +75,9 @@ def report(found: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]) -
         title, subject = label(cell["overrides"], cell["mode"]), cell["subject"]
         own = [one for one in found if one["cell"] == title]
         fastest = min((one for one in own if one["arm"] == subject), key=lambda one: one["speedup"]["median"])
-        over, reach = Interval(**fastest["speedup"]), 0.0
-        for one in own:
-            if is_twin(one["arm"]):
-                reach = max(reach, *(abs(one["speedup"][end] - 1) for end in ("low", "high")))
+        over, noise = Interval(**fastest["speedup"]), reach(Interval(**one["speedup"]) for one in own if is_twin(one["arm"]))
         words = f"{subject} {interval_text(over)} × as fast as {fastest['base']}, the fastest other arm"
-        different = not over.holds(1.0) and abs(over.median - 1) > reach
-        said.append(f"- {capital(title)}: {'' if different else 'no difference found: '}{words}.")
+        said.append(f"- {capital(title)}: {'' if differs(over, noise) else 'no difference found: '}{words}.")
         said[-1] += f" Between processes its standard deviation is {np.std(fastest['processes'], ddof=1):.4f}."
     said += [f"- Parity, {one['arm']}: {one['verdict']}" for one in reports[0]["parity"]]
     rows = [

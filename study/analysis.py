@@ -11,8 +11,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from measure.comparison import AGAIN as TORCH_AGAIN
-from measure.comparison import TORCH, cycle_times
+from measure.comparison import TORCH, cycle_times, differs, reach
 from measure.differences import Difference, Sample, difference, differences
 from measure.statistics import Interval, mean_interval, paired_ratio
 from study.arms import Arm, Study
@@ -28,7 +27,7 @@ class Price:
 
     ms: dict[str, float]  # by contender, see study/timing.py
     over_torch: Interval | None  # time with PyTorch's norms over the arm's own
-    again: Interval | None  # A/A of the arm's own step; in records of revision 722b5493 of PyTorch's
+    again: Interval | None  # A/A of the arm's own step
     of_baseline: Interval | None  # the arm's time over the baseline's
 
 
@@ -58,7 +57,6 @@ class Report:
     pairs: dict[tuple[str, str], Difference]  # of all arms, where they are asked for
     runs: int
     fresh: bool  # whether the seeds that are compared had no part in the choice of rates; if not, nothing is called different
-    noise: float  # of times: the furthest from 1 that an A/A interval reaches
 
 
 def analyse(study: Study, found: Found) -> Report:
@@ -75,7 +73,7 @@ def analyse(study: Study, found: Found) -> Report:
     pooled = replace(own, losses=[*own.losses, *again.losses], failed=own.failed + again.failed)
     against, pairs = judged(study, samples | {baseline: pooled}, fresh)
     prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
-    noise = noise_of(prices)
+    noise = reach(of.again for of in prices.values() if of.again)
     steps = steps_at_equal_time(prices, study.cfg.train.steps, noise)
     timed = equal_time(study, found, samples, rates, steps)
     then = judged(study, timed, fresh)[0] if timed else {}
@@ -93,13 +91,13 @@ def analyse(study: Study, found: Found) -> Report:
             sensitivity=sensitivity(study, found, name),
             searched=(searched.count(math.inf), len(searched)),
             price=prices[name],
-            slower=name != baseline and ratio is not None and not ratio.holds(1.0) and abs(ratio.median - 1) > noise,
+            slower=name != baseline and ratio is not None and differs(ratio, noise),
             steps=steps.get(name),
             equal_time=(timed[name], then.get(name)) if timed else None,
         )
 
     aa = difference(again, replace(own, cost=0.0)) if again.runs else None  # both at one rate
-    return Report([report(name) for name in names], baseline, aa, pairs, len(found.results), fresh, noise)
+    return Report([report(name) for name in names], baseline, aa, pairs, len(found.results), fresh)
 
 
 Judged = tuple[dict[str, Difference], dict[tuple[str, str], Difference]]
@@ -192,14 +190,9 @@ def price(found: Found, arm: Arm, baseline: str) -> Price:
     return Price(
         ms={name: median(blocks[name]) for name in (own, TORCH) if name in blocks},
         over_torch=ratio(TORCH, own) if own != TORCH else None,
-        again=ratio(own, OWN_AGAIN) or ratio(TORCH, TORCH_AGAIN),
+        again=ratio(own, OWN_AGAIN),
         of_baseline=ratio(own, own if arm.name == baseline else as_baseline(baseline)),
     )
-
-
-def noise_of(prices: Mapping[str, Price]) -> float:
-    """The furthest from 1 that an A/A interval of the study reaches: a ratio within it is no difference. 0 without times."""
-    return max((abs(end - 1) for of in prices.values() if of.again for end in (of.again.low, of.again.high)), default=0.0)
 
 
 def steps_at_equal_time(prices: Mapping[str, Price], steps: int, noise: float) -> dict[str, int]:

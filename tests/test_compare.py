@@ -111,5 +111,8 @@ def test_times_beside_another_baseline_are_measured_anew(studied, tiny, tmp_path
     other = ["compare.timing_cycles=6", "compare.baseline='norm.kind=rmsnorm'", f"folder={folder}", "resume=auto"]
     assert compare.main([*tiny, *SWEEP, *other]) == 0
     before, after = (read_json(of / "report.json")["times"] for of in (studied, folder))
-    assert [list(of) for of in after.values()] == [["fused", OWN_AGAIN, "torch", "baseline norm.kind=rmsnorm"], list(before["norm.kind=rmsnorm"])]
+    assert [list(of) for of in after.values()] == [
+        ["fused", OWN_AGAIN, "torch", "baseline norm.kind=rmsnorm"],
+        list(before["norm.kind=rmsnorm"]),
+    ]
     assert after["norm.kind=rmsnorm"] == before["norm.kind=rmsnorm"]

@@ -86,11 +86,11 @@ def parity(variant: Variant, precision: MixedPrecision, corpus: Corpus) -> list[
         ValueError: the model's options do not fit together or the corpus is too short.
     """
     cfg, tested = variant.cfg, variant.tested
-    runs = [measure(cfg, cfg.seed + number, precision, corpus, tested) for number in range(cfg.ablate.parity_seeds)]
+    runs = [run_seed(cfg, cfg.seed + number, precision, corpus, tested) for number in range(cfg.ablate.parity_seeds)]
     return [judge(runs, arm, precision, variant.overrides) for arm in tested]
 
 
-def measure(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
+def run_seed(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
     """Trains the arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
     cfg.seed, cfg.model.attention_dropout = seed, 0.0

@@ -9,7 +9,7 @@ import torch
 
 import model.loss
 import model.norm
-from ablation.parity import judge, measure, parity
+from ablation.parity import judge, parity, run_seed
 from ablation.parity_arms import ORDER_NAMES
 from ablation.rounding import BIAS, MARGIN, REFERENCE, Distances, sign_test, size_test
 from ablation.variants import Variant
@@ -44,7 +44,7 @@ def found(loaded, dtype, device="cpu"):
 
 def test_the_fused_norms_pass_over_eight_seeds_and_over_any_four_of_them(tiny):
     cfg, corpus = tiny()
-    runs = [measure(cfg, seed, PRECISION[BF16], corpus, [FUSED]) for seed in range(1, 9)]
+    runs = [run_seed(cfg, seed, PRECISION[BF16], corpus, [FUSED]) for seed in range(1, 9)]
     whole = judge(runs, FUSED, PRECISION[BF16], {})
     assert whole.verdict.startswith("Parity holds: ") and "No kernel ran" in whole.verdict
     assert whole.seeds == list(range(1, 9)) and set(whole.val_loss) == set(ARMS)

@@ -1,7 +1,7 @@
 """The activations of MLPs in every library: GPU time with cold L2, as a share of this card's copy bandwidth.
 
-Shares count the fewest bytes: forward reads what the linear layer before gave and writes y; backward reads it again, and dy, and
-writes its gradient. Biases count nothing.
+Shares count the fewest bytes: forward reads what the linear layer before gave and writes y; backward reads that
+again, and dy, and writes its gradient. Biases count nothing.
 
 python -m benchmarks.activation                       everything that can be imported
 python -m benchmarks.activation --case swiglu         gate and value side by side, as one linear layer gives them
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import bandwidth, command
 from benchmarks.bandwidth import Task
-from benchmarks.cases import BACKWARD, FORWARD, DTYPES, TensorSet
+from benchmarks.cases import BACKWARD, DTYPES, FORWARD, TensorSet
 from benchmarks.providers import compiled
 from ops import activation_fn, gated_activation_fn
 

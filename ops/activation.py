@@ -27,10 +27,10 @@ def activation_fn(x: Tensor, bias: Tensor | None = None, activation: str = "gelu
     """φ(x + bias), computed in fp32 and rounded once. Backward computes it again: nothing is kept but x and the bias.
 
     Args:
-        x: (..., N) in bf16, fp16 or fp32; elsewhere than on a GPU also fp64. Read as it lies in memory where its rows lie at one
-            distance, as those of a slice of columns do.
-        bias: (N,), of any of these dtypes: of the linear layer before, which then has none. Its gradient is summed up in fp32, in
-            the kernel that computes x's, in a fixed order.
+        x: (..., N) in bf16, fp16 or fp32, or fp64, which PyTorch's operations compute. Read as it lies in memory where its rows
+            lie at one distance, as those of a slice of columns do.
+        bias: (N,), of any of these dtypes: of the linear layer before, which then has none. Its gradient is summed up in fp32
+            and in a fixed order, by the kernel that computes x's.
         activation: "gelu", "gelu_tanh", "silu" or "relu2".
 
     Returns:
@@ -66,9 +66,9 @@ def gated_activation_fn(
 
 
 def _activation(name: str, x: Any, value: Any, bias: Any, value_bias: Any, activation: str, gated: bool) -> Tensor:
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
+    checks.check_input(name, x, checks.REFERENCE_DTYPES)
+    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
     dtypes = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES
-    checks.check_input(name, x, dtypes)
     if gated and value is None and (x.shape[-1] % 2 or value_bias is not None):
         raise ValueError(
             f"{name}: without value, x holds gate and value side by side and bias those of both; "
@@ -153,9 +153,7 @@ class MlpActivation(kit.Op):
     def start(self, i, o):
         kernels, N = kit.kernels("activation"), _columns(i, o)
         variant, blocks = _variant(i, o, N, max(t.itemsize for t in i[:2] if t is not None))
-        launch = kit.Launcher(
-            kernels.activation_kernel, kernels.Pointers, i.x.device, strided=("x", "value"), num_warps=WARPS
-        )
+        launch = kit.Launcher(kernels.activation_kernel, kernels.Pointers, i.x.device, strided=("x", "value"), num_warps=WARPS)
         tile_rows, steps = _plain(variant.ROWS), _steps(variant)
 
         def run(i):
@@ -169,39 +167,33 @@ class MlpActivation(kit.Op):
         return run
 
     def start_backward(self, b, o, wanted):
-        kernels, finishing = kit.kernels("activation"), kit.kernels("weight_gradients")
-        N, packed, device = b.dy.shape[-1], o.gated and b.value is None, b.dy.device
-        sums = (wanted.dbias is not None, wanted.dvalue_bias is not None or (packed and wanted.dbias is not None))
+        kernels, N, device = kit.kernels("activation"), b.dy.shape[-1], b.dy.device
+        packed = o.gated and b.value is None
+        sums = (wanted.dbias is not None, (wanted.dbias if packed else wanted.dvalue_bias) is not None)
         itemsize = max(t.itemsize for t in b[:3] if t is not None)
         variant, blocks = _variant(Inputs(*b[1:]), o, N, itemsize, STAGES=STAGES if any(sums) else 1, WANTED=sums)
         launch = kit.Launcher(
             kernels.activation_backward_kernel, kernels.BackwardPointers, device, strided=("x", "value"), num_warps=WARPS
         )
-        finish = kit.Launcher(finishing.finish_weight_gradients_kernel, finishing.WeightGradients, device, num_warps=4)
         most_groups = max(1, kit.device_facts(device).multiprocessors * PROGRAMS // blocks)
-        block_p = min(512, 1 << (most_groups - 1).bit_length())
-        block_n = max(8, min(256, 4096 // block_p))
         tile_rows, steps = _plain(variant.ROWS), _steps(variant)
 
         def run(b):
             dy, x, value, bias, value_bias = b
-            found = [None if dtype is None else t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(b[1:], wanted, strict=True)]
-            dx, dvalue, dbias, dvalue_bias = found
+            dx = wanted.dx and x.new_empty(x.shape, dtype=wanted.dx)
+            dvalue = wanted.dvalue and value.new_empty(value.shape, dtype=wanted.dvalue)
             M = dy.numel() // N
-            if M == 0:
-                return tuple([t if t is None else t.zero_() for t in found])
             tiles = -(-M // tile_rows)
             groups = min(tiles, most_groups) if any(sums) else tiles
-            partials = dy.new_empty(groups * sum(sums) * N, dtype=torch.float32) if any(sums) else None
+            partials = dy.new_empty((groups, sum(sums), N), dtype=torch.float32) if any(sums) else None
             (x, value), numbers = steps(x, value)
-            launch(
-                groups * blocks, (dy, x, value, bias, value_bias, dx, dvalue, partials), M, *numbers, tiles, groups, variant
-            )
-            if partials is not None:
-                first, second = (dbias[:N], dbias[N:]) if packed else (dbias, dvalue_bias)
-                written = (partials, first, second, None, None, None, None)
-                finish(sum(sums) * -(-N // block_n), written, groups, N, block_p, block_n, False)
-            return tuple(found)
+            tensors = (dy, x, value, bias, value_bias, dx, dvalue, partials)
+            launch(groups * blocks, tensors, M, *numbers, tiles, groups, variant)
+            if partials is None:
+                return dx, dvalue, None, None
+            totals = partials.sum(0)  # of all rows; without any, zeros
+            dbias = wanted.dbias and (totals.flatten() if packed else totals[0]).to(wanted.dbias)
+            return dx, dvalue, dbias, wanted.dvalue_bias and totals[-1].to(wanted.dvalue_bias)
 
         return run
 

@@ -4,7 +4,7 @@
     gated           y = φ(z) · v,  v = value + value_bias   dx = dy v φ′(z),   dvalue = dy φ(z);   biases: sums over the rows
 
 Nothing of forward is kept but its inputs. A program has a tile of rows and columns; in backward with a bias it goes through
-many tiles below each other and keeps their sum, which `finish_weight_gradients_kernel` adds to those of others.
+many tiles below each other and stores their sum.
 """
 
 from dataclasses import dataclass

@@ -148,7 +148,7 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
     found = ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED, FUSED_AGAIN} and parity.arm == FUSED and not parity.holds
-    assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
+    assert any("Compared: loss.impl. All arms have norm.impl=torch, mlp.impl=" in note for note in found.notes)
     assert "parity FAILS" in (here() / "report.md").read_text(encoding="utf-8")
 
 

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cfg = variants[0].cfg
         if cfg.ablate.processes > 1:
             with place(cfg, "ablate.py") as folder:
-                return processes.ablate(arguments, cfg.ablate.processes, folder)
+                return processes.ablate(sys.argv[1:], cfg.ablate.processes, folder)
         works = [prepare(variant) for variant in variants]
         with place(cfg, "ablate.py") as folder:
             device = torch.device(machine.inspect(cfg.device).device)

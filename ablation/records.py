@@ -11,7 +11,7 @@ from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
 from measure.comparison import TWIN, Comparison, Pairs, cycle_times, is_twin
 from measure.files import json_text, replace_text
-from measure.statistics import Interval, spread
+from measure.statistics import spread
 from measure.tables import label
 
 
@@ -100,8 +100,6 @@ class Parity:
     seeds: list[int]
     steps: int
     quantities: list[Quantity]
-    val_loss: dict[str, list[float]]  # by arm: for each seed
-    val_difference: Interval  # the tested arm − torch, pairs are seeds: the mean, with Student's interval
     holds: bool
     verdict: str
     distances: dict[str, list[Distances]]  # by quantity: for each seed; the tests are of these

@@ -22,7 +22,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
 import torch
-import yaml
+from hydra.core.global_hydra import GlobalHydra
 
 import configs
 from configs import command_line, machine
@@ -35,7 +35,7 @@ from measure.sources import fingerprints
 from measure.store import Store
 from study import ladder, report, tracking
 from study.analysis import analyse
-from study.arms import FOLDER, Study, sizes_of, study_of
+from study.arms import Study, sizes_of, study_of
 from study.plan import make_all, make_equal_time
 from study.runs import Runs
 from training.command import own_keys, place, program
@@ -127,10 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    studies = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
-    listed = "\n".join(f"  study={name:<20} {' '.join(one['claim'].split())}" for name, one in studies.items())
+    loader, listed = GlobalHydra.instance().config_loader(), ""
+    for name in loader.get_group_options("study"):  # also those of --config-dir
+        source = next(of for of in loader.get_sources() if of.is_config(f"study/{name}"))
+        claim = source.load_config(f"study/{name}").config.get("claim", "")
+        listed += f"  study={name:<20} {' '.join(claim.split())}\n"
     keys = f"Keys of its own, with their defaults:\n\n{own_keys('compare')}"
-    return f"{__doc__}\n{keys}\nStudies:\n\n{listed}\n\nAll others are those of `python train.py --help`."
+    return f"{__doc__}\n{keys}\nStudies:\n\n{listed}\nAll others are those of `python train.py --help`."
 
 
 if __name__ == "__main__":

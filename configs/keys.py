@@ -95,6 +95,7 @@ def did_you_mean(name: str, among: Sequence[str]) -> str:
 
 def shown(value: object) -> str:
     """A value as --help and messages show it."""
-    if isinstance(value, list):
-        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, list | dict):
+        ends = "[]" if isinstance(value, list) else "{}"
+        return ends[0] + ",".join(map(shown, value)) + ends[1]
     return {"None": "null", "True": "true", "False": "false", "\n": r"""$'"\n"'"""}.get(str(value), str(value))

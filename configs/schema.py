@@ -330,7 +330,9 @@ class WithoutKey(Choice):
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline", "nothing")
+    wandb: WandbMode | None = key(
+        None, "W&B's mode; null: WANDB_MODE, or offline", "nothing", only="compare.sizes={} | wandb=disabled"
+    )
     without_key: WithoutKey = key(
         WithoutKey.offline, "mode if online has no API key or no answer", "nothing", only="wandb=null,online"
     )
@@ -389,10 +391,16 @@ class CompareConfig:
     diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", "nothing", above=0)
     fresh: int = key(8, "seeds at each arm's best rate, which had no part in its choice; 0: no verdict", "nothing", at_least=0)
     race_steps: int | None = key(None, "steps after which two rates go on; null: steps / 10; 0: all do", "nothing", at_least=0)
-    equal_time: bool = key(False, "train slower arms again, by a schedule that ends when the fastest ends", "nothing")
-    all_pairs: bool = key(False, "ask of each pair of arms whether it differs, not of the baseline's alone", "nothing")
+    equal_time: bool = key(
+        False, "train slower arms again, by a schedule that ends when the fastest ends", "nothing", only="sizes={}"
+    )
+    all_pairs: bool = key(
+        False, "ask of each pair of arms whether it differs, not of the baseline's alone", "nothing", only="sizes={}"
+    )
     probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", "nothing", at_least=0)
-    timing_cycles: int | None = key(None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", "nothing", at_least=0)
+    timing_cycles: int | None = key(
+        None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", "nothing", only="sizes={}", at_least=0
+    )
 
 
 class Parallel(Choice):

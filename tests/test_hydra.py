@@ -9,6 +9,7 @@ import sys
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
+import compare
 import configs
 import train
 from configs import compose
@@ -73,6 +74,8 @@ def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, ov
         ("compare.diverged=2", "compare.diverged is read only by compare.py. Leave it out."),
         ("+foo=1", "error: foo: no such key."),
         ("--config-name=none", "Cannot find primary config 'none'."),
+        ("resume=atuo", "resume=atuo: no such run. Did you mean auto?"),
+        ("hydra.run.dir=mine model.heads=3", "model.heads=3 does not divide"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, arguments, message):
@@ -80,7 +83,8 @@ def test_a_mistake_is_refused_before_anything_starts(tmp_path, monkeypatch, caps
     monkeypatch.setattr(train, "train", lambda *_: pytest.fail("trained"))
     assert train.main(["device=cpu", *arguments.split()]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and message in said and not run_folders(tmp_path)
+    assert said.startswith("error: ") and message in said
+    assert [*tmp_path.iterdir()] in ([], [tmp_path / "runs"]) and not run_folders(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +116,10 @@ def test_options_of_a_folder_of_ones_own_stand_beside_ours_and_their_mistakes_ar
     said = capsys.readouterr().err
     assert "experiment=mnie: no such option. Did you mean mine?" in said
     assert "model.layer: no such key. Did you mean model.layers?" in said
+    (own / "study").mkdir()
+    (own / "study" / "ours.yaml").write_text("# @package compare\nclaim: It is so.\n")
+    assert compare.main(["--help", *command[:2]]) == 0
+    assert re.search(r"study=ours +It is so\.\n", capsys.readouterr().out)
     assert train.main(["device=cpu", "model=tiny"]) == 0 and configs.load(["device=cpu"]).model.layers == 4
 
 

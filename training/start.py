@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import configs
 import ops
-from configs import Config, ConfigError, command_line, compose, machine, rules
+from configs import Config, ConfigError, command_line, compose, keys, machine, rules
 from configs.command_line import as_config_errors
 from configs.machine import Machine
 from configs.schema import NormImpl, Parallel, Precision
@@ -71,9 +71,8 @@ def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str],
     """The loss of the run, and the exit code of its end. The reason of another code than 0 is printed."""
     here = world()
     try:
-        if sweep or not names_folder(composed):
-            with suppress(OSError):  # Hydra has made it; a run that starts makes it again, and a run that goes on has its own
-                folder.rmdir()
+        with suppress(OSError):  # Hydra has made it; a run that starts makes it again, and a run that goes on has its own
+            folder.rmdir()
         with here.shared_errors():
             # in a sweep another job may be the one where a key counts, and its sweeper has seen them all
             [cfg] = compose.check_jobs([overrides], lambda _: composed, None if sweep else "train.py")
@@ -132,6 +131,8 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     run = folder if auto else Path(cfg.resume)
     if run.name == storage.FOLDER:
         run = run.parent
+    if not auto and not run.exists() and (near := keys.did_you_mean(cfg.resume, ["auto", "never"])):
+        raise ConfigError(f"{this}: no such run.{near}")
     with as_config_errors(f"folder={folder}" if auto else this):
         kept, problems = storage.newest(run)
         if kept is None and auto:

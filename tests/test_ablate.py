@@ -19,6 +19,7 @@ from tests.ablation import faults, results
 from tests.ablation.peer import checkout
 from tests.runs import newest, train_here
 from training import storage
+from training.command import OUT_OF_MEMORY
 
 TIMES = "ablate.parity_seeds=0"  # without parity
 
@@ -129,7 +130,7 @@ def no_memory(*_):
     ("fails", "code", "said"),
     [
         (lambda *_: os.kill(os.getpid(), signal.SIGTERM), 143, "To go on, add folder=runs/"),
-        (no_memory, ablate.OUT_OF_MEMORY, "ablate.parity_seeds=0"),
+        (no_memory, OUT_OF_MEMORY, "ablate.parity_seeds=0"),
     ],
 )
 def test_a_signal_and_a_lack_of_memory_keep_what_was_measured(

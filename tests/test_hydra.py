@@ -24,7 +24,9 @@ def asked(monkeypatch, tmp_path):
     """The jobs that commands ask for: the folder of each, and its config. They are not run."""
     jobs = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg))))
+    monkeypatch.setattr(
+        train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg, [])))
+    )
     return jobs
 
 
@@ -53,10 +55,14 @@ def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder(asked,
         ("experiment=shakespeare_char norm.impl=torch", r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_shakespeare_nanogpt_char_torch"),
         ("folder=a/b", "a/b"),
         ("hydra.run.dir=c", "c"),
+        ("data=tinystories norm.impl=torch", "runs/[^/]*_tinystories_tiny_torch"),
+        ("logging.name='a/b c' resume=runs/2026-01-02_03-04-05_mine", "runs/[^/_]*_[^/_]*_a-b-c"),
+        ("resume=runs/2026-01-02_03-04-05_resumed_mine/best", "runs/[^/_]*_[^/_]*_resumed_mine"),
+        ("resume=runs/2026-01-02_03-04-05_mine/checkpoints/step_00000200", "runs/[^/_]*_[^/_]*_resumed_mine"),
     ],
 )
 def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, overrides, folder):
-    assert train.main(["device=cpu", *overrides.split()]) == 0
+    assert train.main(["device=cpu", *re.split(r" (?=\w+[.=])", overrides)]) == 0
     assert re.fullmatch(f"{tmp_path}/{folder}", asked[0][0])
 
 

@@ -58,8 +58,8 @@ def check_ablation(cfg: Config, names: Iterable[str]) -> None:
     that it can't compare."""
     refused = NOT_IN_ABLATE | {cfg.ablate.switch.key: "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
     _raise_if(f"{name} {refused[name]}" for name in names if name in refused)
-    arms, impls = cfg.ablate.arms, schema.NormImpl if cfg.ablate.switch is schema.Switch.norm else schema.LossImpl
-    given, known = f"ablate.arms=[{','.join(arms)}]", [*impls, NANOGPT]
+    arms, known = cfg.ablate.arms, [*cfg.ablate.switch.impls, NANOGPT]
+    given = f"ablate.arms=[{','.join(arms)}]"
     if unknown := [arm for arm in arms if arm not in known]:
         mean = keys.did_you_mean(unknown[0], known)
         raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")

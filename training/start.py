@@ -16,6 +16,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import configs
 import ops
@@ -53,7 +54,9 @@ def job(train: Train, composed: DictConfig) -> float | None:
         return _run(train, composed, Path(relative(Path(asked.runtime.output_dir))), overrides, sweep)
     except Exception as error:
         if sweep and here.size > 1 and not isinstance(error, ConfigError | NonFiniteError):  # which all ranks have
-            traceback.print_exc()  # the next job of this rank would wait for ranks that still wait in this one
+            traceback.print_exc()
+            get_error_handler().record_exception(error)
+            # the next job of this rank would wait for ranks that still wait in this one
             raise SystemExit("This rank ends, and torchrun ends the others.") from None
         code = report(error)
         raise Failed(code) if sweep else SystemExit(code) from None

@@ -33,7 +33,7 @@ def test_help_does_no_work_and_torchrun_is_refused(program, monkeypatch, capsys,
     name = program.__name__
     assert program.main(["--help", "seed=1"]) == 0
     said = capsys.readouterr().out
-    assert f"  {name}." in said and said.startswith(program.__doc__) and "  train." not in said
+    assert f"  {name}." in said and said.startswith(program.__doc__) and "  optim.lr" not in said
     monkeypatch.setattr("training.command.join", lambda: ALONE)
     for variable in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
         monkeypatch.setenv(variable, "0")

@@ -73,13 +73,12 @@ def check_jobs(
     found = []
     for job in jobs:
         try:
-            cfg = composed(job)
-            if begins := cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
+            found.append(cfg := composed(job))
+            if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
                 rules.check(cfg, on or machine.inspect(cfg.device))
-            found.append(cfg)
         except ConfigError as error:
             raise ConfigError(f"{error}\n(in the job {' '.join(job)})") if len(jobs) > 1 else error from None
-    if begins:
+    if all(cfg.resume in ("never", "auto") for cfg in found):
         rules.check_given((name for job in jobs for name in given(job)), found, program)
     return found
 

@@ -78,7 +78,7 @@ def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str],
     with here.shared_errors():
         inspected = machine.inspect(cfg.device)
         rules.check(cfg, inspected)
-        if not sweep:  # another job may be the one where a key counts, and the sweeper has seen them all
+        if not (sweep and asked.resume in ("never", "auto")):  # else the sweeper has seen all jobs: a key may count in another
             rules.check_given(configs.given(overrides), [cfg], "train.py")
         tracking.with_defaults(cfg.logging)
     set_deterministic(cfg.deterministic)

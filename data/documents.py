@@ -30,7 +30,7 @@ from data.rows import CSV, ROWS, as_text, csv_rows, read_rows, read_text
 class Documents:
     identity: dict[str, Any]  # JSON; changes when the content does
     open: Callable[[Path], tuple[Read, Read | None]]  # given a folder for temporary files: text to train on, to validate on
-    bytes: int | None = None  # of the files, if they are text
+    bytes: int | None = None  # of the files, if their text has no more
 
 
 def find_documents(data: DataConfig) -> Documents:
@@ -42,7 +42,8 @@ def find_documents(data: DataConfig) -> Documents:
     if any(path.suffix.lower() in ROWS for path in paths):
         identity["text_field"] = data.text_field
     train = lambda: chain.from_iterable(read_documents(path, data.text_field) for path in paths)  # noqa: E731
-    return Documents(identity, lambda scratch: (train, None), sum(path.stat().st_size for path in paths))
+    packed = any(path.suffix.lower() == ".parquet" for path in paths)
+    return Documents(identity, lambda scratch: (train, None), None if packed else sum(path.stat().st_size for path in paths))
 
 
 def _contents(paths: list[Path], data: DataConfig) -> list[str]:

@@ -8,7 +8,6 @@ its bytes have been joined as they are alone, as no lower rank crossed its ends.
 """
 
 import re
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, Self
 
@@ -31,7 +30,7 @@ _ALTERNATIVES = (
         for endings in ("", f"{_ENDINGS}?")
     ),
 )
-_OF_EACH_CLASS = "aAǅʰ日\u03011!/'\t\n\r \x01"
+_OF_EACH_CLASS = "aAǅʰ日\u03011!/'\x01"
 _KNOWN = "|".join(map(re.escape, _ALTERNATIVES))
 
 
@@ -49,9 +48,10 @@ def split_pattern(described: dict[str, Any]) -> str | None:
         return GPT2
     way = (first[0].get("behavior"), first[0].get("invert"))
     pattern = first[0].get("pattern", {}).get("Regex", "") if way in (("Isolated", False), ("Removed", True)) else ""
-    if not re.fullmatch(rf"(?:{_KNOWN})(?:\|(?:{_KNOWN}))*", pattern):
+    if not re.fullmatch(rf"(?:(?:{_KNOWN})\|)*\\s\+", pattern):
         return None
-    matched = pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)  # what is not matched may go on anywhere
+    # tiktoken drops what a pattern does not match, and such a part could go on behind a seam
+    matched = pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
     return pattern if all(matched.pre_tokenize_str(character) for character in _OF_EACH_CLASS) else None
 
 
@@ -78,25 +78,26 @@ class Encoder:
             ranks.setdefault(left + right, len(ranks))
         if ranks.keys() != of_bytes.keys() or not _joins_alike(ranks, pairs):
             return None
-        unlike = [token["content"] for token in _matched(described)]
-        return cls(library, pattern, ranks, np.array([of_bytes[token] for token in ranks], np.int64), unlike)
+        return cls(library, pattern, ranks, [of_bytes[token] for token in ranks], _matched(described))
 
-    def __init__(self, library: Any, pattern: str, ranks: dict[bytes, int], ids: np.ndarray, unlike: Iterable[str]) -> None:
+    def __init__(
+        self, library: Any, pattern: str, ranks: dict[bytes, int], ids: list[int], matched: list[dict[str, Any]]
+    ) -> None:
         import tiktoken  # where it is needed: a start from the cache does without
 
-        self._library, self._ids = library, ids
-        self._encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        self._sizes = np.array([len(token) for token in ranks])
-        self._unlike = re.compile("|".join(map(re.escape, unlike)) or r"(?!)")  # added tokens that are matched in text
+        self._library, self._ids = library, np.array(ids)
+        # without a special token tiktoken would look for an empty one at each byte, which takes as long as the rest
+        special = {"<|endoftext|>": len(ranks)}
+        self._encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        self._matched = [token["content"] for token in matched]
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, int64."""
-        given = text if text.isascii() or (change := self._library.normalizer) is None else change.normalize_str(text)
-        found = self._encoding.encode_to_numpy(given, disallowed_special=())
-        # tiktoken drops what its pattern does not match
-        if self._unlike.search(text) or self._sizes[found].sum() != len(given.encode()):
+        if any(token in text for token in self._matched):
             return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
-        return self._ids[found]
+        if not text.isascii() and (change := self._library.normalizer) is not None:
+            text = change.normalize_str(text)
+        return self._ids[self._encoding.encode_to_numpy(text, disallowed_special=())]
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -19,10 +19,14 @@ def words(seed, step, micro_batch, rank=0):
 
 @pytest.mark.parametrize("resident", [2**30, 0], ids=["resident", "read ahead"])
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_every_step_reads_its_own_batch_seeds_and_rate_in_any_order_and_in_another_run(tiny, monkeypatch, dtype, resident):
+def test_every_step_reads_its_own_batch_seeds_and_rate_in_any_order_and_in_another_run(
+    tiny, monkeypatch, tmp_path, dtype, resident
+):
     monkeypatch.setattr(data.windows, "RESIDENT_BYTES", resident)
     cfg = composed([*tiny, "train.accumulation=2", "train.steps=200"])
     tokens = np.random.default_rng(0).integers(2**16 - 9, size=4000).astype(dtype)
+    tokens.tofile(tmp_path / "tokens")
+    tokens = np.memmap(tmp_path / "tokens", dtype, mode="r")
     runs = [Batches(tokens, context=32, batch_size=8, seed=seed, rank=1, ranks=2) for seed in (1, 2)]
     inputs = Inputs(runs[0], cfg, sites=4, device=CPU)
     for seed, batches in enumerate(runs, start=1):

@@ -39,11 +39,12 @@ def find_documents(data: DataConfig) -> Documents:
         return _hub(data)
     paths = _plays() if data.source == Source.shakespeare else _matches(data.files)
     identity: dict[str, Any] = {"files": _contents(paths, data)}
-    if any(path.suffix.lower() in ROWS for path in paths):
+    suffixes = {path.suffix.lower() for path in paths}
+    if not suffixes.isdisjoint(ROWS):
         identity["text_field"] = data.text_field
     train = lambda: chain.from_iterable(read_documents(path, data.text_field) for path in paths)  # noqa: E731
-    packed = any(path.suffix.lower() == ".parquet" for path in paths)
-    return Documents(identity, lambda scratch: (train, None), None if packed else sum(path.stat().st_size for path in paths))
+    size = None if ".parquet" in suffixes else sum(path.stat().st_size for path in paths)
+    return Documents(identity, lambda scratch: (train, None), size)
 
 
 def _contents(paths: list[Path], data: DataConfig) -> list[str]:
@@ -129,18 +130,18 @@ def _hub(data: DataConfig) -> Documents:
     identity: dict[str, Any] = {name: getattr(data, name) for name in names}
     if data.streaming and data.val_split is None:
         identity["streaming"] = True  # holds out other documents
-    if local:  # a folder is what it contains
-        paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        paths = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
-        contents = _contents([folder / path for path in paths], data)
-        identity["files"] = [[str(path), content] for path, content in zip(paths, contents, strict=True)]  # names decide splits
-        identity["path"] = None
+    paths: list[Path] = []
+    if local:  # a folder is what it contains, under names that decide about splits
+        there = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        paths = [folder / path for path in there if not any(part.startswith(".") for part in path.parts)]
+        contents = zip(paths, _contents(paths, data), strict=True)
+        identity |= {"path": None, "files": [[str(path.relative_to(folder)), content] for path, content in contents]}
 
     def opened(scratch: Path) -> tuple[Read, Read | None]:
-        for path in paths if local else ():
+        for path in paths:
             if path.suffix.lower() in CSV:  # pandas takes a field too much in each row for an index of the rows
-                with named("data.path", folder / path):
-                    deque(csv_rows(folder / path, None), maxlen=0)
+                with named("data.path", path):
+                    deque(csv_rows(path, None), maxlen=0)
         with _reading(data):
             splits = _load_splits(data, folder if local else None, scratch)
         val = None if data.val_split is None else _documents(data, splits, "val_split", begins)

@@ -14,7 +14,6 @@ from data.pieces import Blocks, Read, in_pieces
 TRAIN, VAL = 0, 1
 
 Piece = tuple[int, str, bool]  # TRAIN or VAL, text, and whether its document ends with it
-Advance = Callable[[int], object]  # called with the bytes of text that have been read
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,10 @@ class Labelled:
     train_bytes: int | None = None
 
 
-def split_documents(train: Read, val: Read | None, data: DataConfig, advance: Advance = lambda size: None) -> Labelled:
-    """Splits the documents.
+def split_documents(
+    train: Read, val: Read | None, data: DataConfig, shown: Callable[[Blocks], Blocks] = lambda blocks: blocks
+) -> Labelled:
+    """Splits the documents. What is read for that goes through `shown`.
 
     - With data.val_split the source has both splits.
     - Without it, whole documents are held out in the order of a hash of their content, until their bytes are closest to
@@ -55,10 +56,10 @@ def split_documents(train: Read, val: Read | None, data: DataConfig, advance: Ad
 
     if data.streaming:
         return Labelled(stream if val is None else both)
-    hashes, sizes = _described(in_pieces(train(), most), advance)
+    hashes, sizes = _described(shown(in_pieces(train(), most)))
     total = int(sizes.sum())
     if val is not None:
-        return Labelled(both, total + int(_described(in_pieces(val(), most), advance)[1].sum()), total)
+        return Labelled(both, total + int(_described(shown(in_pieces(val(), most)))[1].sum()), total)
     if len(np.unique(hashes)) > 1:
         held_out = hold_out(hashes, sizes, fraction)
         split_of = lambda number: int(number < len(held_out) and held_out[number])  # noqa: E731  (a file may grow)
@@ -89,14 +90,13 @@ def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarr
     return chosen[group]
 
 
-def _described(documents: Blocks, advance: Advance = lambda size: None) -> tuple[np.ndarray, np.ndarray]:
+def _described(documents: Blocks) -> tuple[np.ndarray, np.ndarray]:
     """A hash of each document's UTF-8 text, uint64, and its bytes, int64."""
     hashes, sizes = array("Q"), array("q")
     hashed, size = blake2b(digest_size=8), 0
     for text, ends in documents:
         hashed.update(utf8 := text.encode())
         size += len(utf8)
-        advance(len(utf8))
         if ends:
             hashes.append(int.from_bytes(hashed.digest()))
             sizes.append(size)

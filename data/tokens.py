@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from data.split import Advance, Piece
+from data.split import Piece
 from data.tokenizer import Tokenizer
 from measure.environment import cpus
 
@@ -23,9 +23,7 @@ MOST_THREADS = 32  # one thread reads for all of them
 BATCH = 2**18  # characters tokenised by one thread at a time: `tokenizers` takes 100 bytes of memory for each
 
 
-def write_tokens(
-    folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype, advance: Advance
-) -> dict[str, dict[str, int]]:
+def write_tokens(folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, dict[str, int]]:
     """Writes train.bin and val.bin: each document's tokens and a separator. Returns the counts of each split.
 
     bytes are those of the text that the tokens stand for; lost are bytes of text that the tokenizer has no token for.
@@ -54,7 +52,6 @@ def write_tokens(
             files[split].write(ids)
             for name, count in more.items():
                 counts[SPLITS[split]][name] += count
-            advance(more["bytes"] + more["lost"])
     return counts
 
 

@@ -38,20 +38,13 @@ def find_documents(data: DataConfig) -> Documents:
     if data.source == Source.hub:
         return _hub(data)
     paths = _plays() if data.source == Source.shakespeare else _matches(data.files)
-    identity: dict[str, Any] = {"files": _contents(paths, data)}
+    identity: dict[str, Any] = {"files": known_checksums(paths, machine.expanded(data.cache_dir))}
     suffixes = {path.suffix.lower() for path in paths}
     if not suffixes.isdisjoint(ROWS):
         identity["text_field"] = data.text_field
     train = lambda: chain.from_iterable(read_documents(path, data.text_field) for path in paths)  # noqa: E731
     size = None if ".parquet" in suffixes else sum(path.stat().st_size for path in paths)
     return Documents(identity, lambda scratch: (train, None), size)
-
-
-def _contents(paths: list[Path], data: DataConfig) -> list[str]:
-    try:
-        return known_checksums(paths, machine.expanded(data.cache_dir))
-    except OSError as error:
-        raise FileNotFoundError(f"data: {error.filename} can't be read: {error.strerror}. Leave it out.") from error
 
 
 def _plays() -> list[Path]:
@@ -134,7 +127,7 @@ def _hub(data: DataConfig) -> Documents:
     if local:  # a folder is what it contains, under names that decide about splits
         there = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         paths = [folder / path for path in there if not any(part.startswith(".") for part in path.parts)]
-        contents = zip(paths, _contents(paths, data), strict=True)
+        contents = zip(paths, known_checksums(paths, machine.expanded(data.cache_dir)), strict=True)
         identity |= {"path": None, "files": [[str(path.relative_to(folder)), content] for path, content in contents]}
 
     def opened(scratch: Path) -> tuple[Read, Read | None]:

@@ -4,12 +4,13 @@ Byte-level BPE joins, again and again, the leftmost pair of the lowest rank. tik
 pairs: two tokens whose bytes are a third one are joined only if this pair is in its list. Both join the same pairs if each
 token is made, from its own bytes and by tokens of lower rank, of a pair in the list, and these pairs are in the order of their
 tokens. Then, by induction over the joins, no other two tokens are ever neighbours whose bytes are a token t: until t is joined,
-its bytes have been joined as they are alone, as no lower rank crossed its ends. `Encoder.of` checks each token.
+its bytes have been joined as they are alone, as no lower rank crossed its ends. `fast_encoder` checks each token.
 """
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -55,49 +56,45 @@ def split_pattern(described: dict[str, Any]) -> str | None:
     return pattern if all(matched.pre_tokenize_str(character) for character in _OF_EACH_CLASS) else None
 
 
-class Encoder:
-    """`Encoder.of` makes it, or None where tiktoken may make other tokens than `tokenizers`."""
+def fast_encoder(library: tokenizers.Tokenizer, described: dict[str, Any]) -> Callable[[str], np.ndarray] | None:
+    """A function that gives the ids of a text, int64, or None where tiktoken may make other tokens than `tokenizers`.
 
-    @classmethod
-    def of(cls, library: tokenizers.Tokenizer, described: dict[str, Any]) -> Self | None:
-        """`described` is the tokenizer.json of `library`."""
-        model, pattern = described["model"], split_pattern(described)
-        added = [token["content"] for token in described["added_tokens"]]
-        affixes = [model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")]
-        if pattern is None or model["type"] != "BPE" or any(affixes):
-            return None
-        if model.get("ignore_merges") and not model["vocab"].keys().isdisjoint(added):
-            return None
-        ids = {token: i for token, i in model["vocab"].items() if token not in added}
-        if not (alphabet := byte_alphabet()).keys() >= set().union(*ids) or not ids.keys() >= alphabet.keys():
-            return None
-        pairs = [tuple(bytes(alphabet[c] for c in part) for part in _pair(merge)) for merge in model["merges"]]
-        of_bytes = {bytes(alphabet[c] for c in token): i for token, i in ids.items()}
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        for left, right in pairs:
-            ranks.setdefault(left + right, len(ranks))
-        if ranks.keys() != of_bytes.keys() or not _joins_alike(ranks, pairs):
-            return None
-        return cls(library, pattern, ranks, [of_bytes[token] for token in ranks], _matched(described))
+    `described` is the tokenizer.json of `library`.
+    """
+    model, pattern = described["model"], split_pattern(described)
+    added = [token["content"] for token in described["added_tokens"]]
+    affixes = [model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")]
+    if pattern is None or model["type"] != "BPE" or any(affixes):
+        return None
+    if model.get("ignore_merges") and not model["vocab"].keys().isdisjoint(added):
+        return None
+    ids = {token: i for token, i in model["vocab"].items() if token not in added}
+    if not (alphabet := byte_alphabet()).keys() >= set().union(*ids) or not ids.keys() >= alphabet.keys():
+        return None
+    raw = lambda token: bytes(map(alphabet.__getitem__, token))  # noqa: E731
+    of_bytes = {raw(token): i for token, i in ids.items()}
+    pairs = [tuple(map(raw, merge.split(" ") if isinstance(merge, str) else merge)) for merge in model["merges"]]
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for left, right in pairs:
+        ranks.setdefault(left + right, len(ranks))
+    if ranks.keys() != of_bytes.keys() or not _joins_alike(ranks, pairs):
+        return None
 
-    def __init__(
-        self, library: Any, pattern: str, ranks: dict[bytes, int], ids: list[int], matched: list[dict[str, Any]]
-    ) -> None:
-        import tiktoken  # where it is needed: a start from the cache does without
+    import tiktoken  # where it is needed: a start from the cache does without
 
-        self._library, self._ids = library, np.array(ids)
-        # without a special token tiktoken would look for an empty one at each byte, which takes as long as the rest
-        special = {"<|endoftext|>": len(ranks)}
-        self._encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        self._matched = [token["content"] for token in matched]
+    # without a special token tiktoken would look for an empty one at each byte, which takes as long as the rest
+    special = {"<|endoftext|>": len(ranks)}
+    encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    ids_of, unlike = np.array([of_bytes[token] for token in ranks]), [token["content"] for token in _matched(described)]
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int64."""
-        if any(token in text for token in self._matched):
-            return np.array(self._library.encode(text, add_special_tokens=False).ids, np.int64)
-        if not text.isascii() and (change := self._library.normalizer) is not None:
+    def encode(text: str) -> np.ndarray:
+        if any(token in text for token in unlike):
+            return np.array(library.encode(text, add_special_tokens=False).ids, np.int64)
+        if not text.isascii() and (change := library.normalizer) is not None:
             text = change.normalize_str(text)
-        return self._ids[self._encoding.encode_to_numpy(text, disallowed_special=())]
+        return ids_of[encoding.encode_to_numpy(text, disallowed_special=())]
+
+    return encode
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -110,10 +107,6 @@ def byte_alphabet() -> dict[str, int]:
 def _matched(described: dict[str, Any]) -> list[dict[str, Any]]:
     """The added tokens that are matched in text."""
     return [token for token in described["added_tokens"] if not token["special"]]
-
-
-def _pair(merge: str | list[str]) -> list[str]:
-    return merge.split(" ") if isinstance(merge, str) else merge
 
 
 def _joins_alike(ranks: dict[bytes, int], pairs: list[tuple[bytes, ...]]) -> bool:

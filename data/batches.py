@@ -49,14 +49,8 @@ class Batches:
             raise ValueError(
                 f"train.batch_size={batch_size}: the training text has {self.windows} windows. Use a smaller batch."
             )
-        room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
-
-        @lru_cache(maxsize=2)  # a batch may span two epochs
-        def epoch_order(epoch: int) -> tuple[int, Order]:
-            windows = Order(self.windows, seed, epoch, order)
-            return windows.random % room, windows
-
-        self._epoch_order = epoch_order
+        self._room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
+        self._order = lru_cache(maxsize=2)(lambda epoch: Order(self.windows, seed, epoch, order))  # a batch may span two epochs
 
     def starts(self, step: int) -> np.ndarray:
         """The first token of each of this rank's windows, int64 [batch_size // ranks]."""
@@ -64,8 +58,8 @@ class Batches:
         epochs, windows = np.divmod(first + np.arange(self.rows), self.windows)
         starts = np.empty_like(windows)
         for epoch in np.unique(epochs):
-            offset, order = self._epoch_order(int(epoch))
-            starts[epochs == epoch] = offset + self.context * order[windows[epochs == epoch]]
+            order, there = self._order(int(epoch)), epochs == epoch
+            starts[there] = order.random % self._room + self.context * order[windows[there]]
         return starts
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
-from itertools import chain
 from os.path import exists, isdir, isfile  # which are False where Path's raise, as for a name that is too long
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from configs.schema import DataConfig, Source
 from data.cache import known_checksums
 from data.hub import go_offline_without_network
 from data.pieces import Blocks, Read
-from data.rows import CSV, ROWS, as_text, csv_rows, read_rows, read_text
+from data.rows import CSV, ROWS, as_text, csv_rows, read_documents
 
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
 
@@ -42,7 +41,12 @@ def find_documents(data: DataConfig) -> Documents:
     suffixes = {path.suffix.lower() for path in paths}
     if not suffixes.isdisjoint(ROWS):
         identity["text_field"] = data.text_field
-    train = lambda: chain.from_iterable(read_documents(path, data.text_field) for path in paths)  # noqa: E731
+
+    def train() -> Blocks:
+        for path in paths:
+            with named("data.files", path):
+                yield from read_documents(path, data.text_field)
+
     size = None if ".parquet" in suffixes else sum(path.stat().st_size for path in paths)
     return Documents(identity, lambda scratch: (train, None), size)
 
@@ -74,20 +78,6 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
             )
         paths.update(dict.fromkeys(found))
     return list(paths)
-
-
-def read_documents(path: Path, text_field: str) -> Blocks:
-    """The rows of a file whose suffix is one of ROWS, or another file as one document. Rows without text are empty.
-
-    Raises:
-        ValueError: what is no row or no text, with the file and the row.
-    """
-    with named("data.files", path):
-        if path.suffix.lower() in ROWS:
-            yield from ((text, True) for text in read_rows(path, text_field))
-        else:
-            yield from ((text, False) for text in read_text(path))
-            yield "", True
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The text of local files: rows of .jsonl, .csv and .parquet files, and lines of UTF-8.
+"""The documents of local files: rows of .jsonl, .csv and .parquet files, and UTF-8 text.
 
 Whatever a row has that no column takes, and whatever is no text, is an error that names the row: nothing vanishes in silence.
 """
@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.pieces import Blocks
+
 csv.field_size_limit(2**31 - 1)  # of a document; the default would refuse long ones
 
 CSV = (".csv", ".tsv")
@@ -17,13 +19,17 @@ Rows = Iterator[tuple[str, Any]]  # the line where a row ends, or its number, an
 BLOCK = 2**20  # characters read at once
 
 
-def read_rows(path: Path, field: str) -> Iterator[str]:
-    """The texts of the column `field`; "" for null. The suffix of `path` is one of ROWS.
+def read_documents(path: Path, field: str) -> Blocks:
+    """The column `field` of each row of a file whose suffix is one of ROWS, "" for null; or another file as one document.
 
     Raises:
-        ValueError: a row that can't be read, that lacks the column, or whose column holds something else. It names the row.
+        ValueError: what is no row or no text. It names the row.
     """
-    return (as_text(value, where, field) for where, value in ROWS[path.suffix.lower()](path, field))
+    if rows := ROWS.get(path.suffix.lower()):
+        yield from ((as_text(value, where, field), True) for where, value in rows(path, field))
+    else:
+        yield from ((text, False) for text in read_text(path))
+        yield "", True
 
 
 def as_text(value: Any, where: str, field: str) -> str:

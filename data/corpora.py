@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -126,11 +127,12 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
     shown = partial(_shown, data.called)
     labelled = split_documents(*documents.open(scratch), data, partial(shown, "reading", documents.bytes))
     if config.kind == TokenizerKind.char:  # of both splits, as the validation text must have tokens too
-        tokenizer = char_tokenizer(set().union(*(text for _, text, _ in shown("characters", labelled.bytes, labelled.read()))))
+        pieces = shown("characters", labelled.bytes, labelled.read())
+        tokenizer = char_tokenizer(chain.from_iterable(text for _, text, _ in pieces))
     if config.kind == TokenizerKind.bpe:
-        pieces = shown("training the tokenizer", labelled.bytes, labelled.read())
 
         def train(vocab_size: int, stopping: Event) -> Tokenizer:
+            pieces = shown("training the tokenizer", labelled.bytes, labelled.read())
             return train_bpe(_sample(pieces, _learned(config), labelled.train_bytes, stopping), vocab_size)
 
         [tokenizer] = in_threads(train, [config.vocab_size], threads=1)

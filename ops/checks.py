@@ -52,6 +52,11 @@ def check_operands(
             raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {expected}")
 
 
+def as_rows(t: Tensor) -> Tensor:
+    """[M, N] of (..., N). Where t is empty, PyTorch doesn't know what -1 would be."""
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
 def check_operand(name: str, argument: str, t: Tensor, x: Tensor, accepted: Sequence[torch.dtype], of: str = "x") -> None:
     """All but the shape. of: what x is called."""
     check_tensor(name, argument, t)

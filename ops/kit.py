@@ -15,7 +15,7 @@ says what it asks for, and an operator that has got another option since still r
 Here i, b and o are Inputs, Backward and Options of an operator; records of tensors have None where there is none.
 """
 
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from functools import cache, partial, reduce, wraps
@@ -201,34 +201,25 @@ class Op:
         return recall(key) or remember(key, self._parse(record, text))
 
     def _parse(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
-        said = dict([word.split("=", 1) for word in text.split(" ")])
-        given, wanted = said.pop("given").split(","), said.pop("wanted", None)
-        dtypes = {} if wanted is None else dict([word.split(":") for word in wanted.split(",") if word])
-        fields, kinds, defaults = record._fields, self.Options.__annotations__, self.Options._field_defaults
-        unknown = [*(said.keys() - kinds.keys()), *(set(given) - set(fields)), *(dtypes.keys() - set(self.Gradients._fields))]
-        missing = kinds.keys() - said.keys() - defaults.keys()
+        said = dict([word.partition("=")[::2] for word in text.split(" ")])
+        given, wanted = [[word for word in said.pop(name, "").split(",") if word] for name in ("given", "wanted")]
+        kinds, defaults = self.Options.__annotations__, self.Options._field_defaults
+        options = {name: _value(kinds.get(name), word) for name, word in said.items()}
+        dtypes = dict([word.partition(":")[::2] for word in wanted])
+        known = dict.fromkeys(self.Gradients._fields, torch.dtype)
+        gradients = {name: _value(known.get(name), word) for name, word in dtypes.items()}
+        unknown = [f"{name}={said[name]}" for name, value in options.items() if value is None]
+        unknown += [f"{name}:{dtypes[name]}" for name, value in gradients.items() if value is None]
+        unknown += {*given} - {*record._fields}
+        missing = kinds.keys() - options.keys() - defaults.keys() | ({"given"} if not given else set())
         if unknown or missing:
             raise RuntimeError(
-                f"{NAMESPACE}::{self.name}: this program was exported by another version. It asks for "
+                f"{NAMESPACE}::{self.name}: this program was exported by another version, or is damaged. It asks for "
                 f"{', '.join(unknown) or 'nothing'} that this one does not know, and lacks {', '.join(missing) or 'nothing'}; "
                 f"export it again. It says: {text}"
             )
-        options = [self.Options(**{name: self._value(name, word) for name, word in said.items()})]
-        if wanted is not None:
-            options.append(fill(self.Gradients, dtypes, [getattr(torch, word) for word in dtypes.values()]))
-        return given, tuple(options), picker(fields, given)
-
-    def _value(self, name: str, word: str) -> Any:
-        """What `_word` was given for this option."""
-        kind = self.Options.__annotations__[name]
-        if kind is torch.dtype:
-            return getattr(torch, word)
-        if not issubclass(kind, Enum):
-            return word == "True" if kind is bool else kind(word)
-        if word not in kind.__members__:
-            accepted = ", ".join(kind.__members__)
-            raise RuntimeError(f"{NAMESPACE}::{self.name}: this program says that {name} is {word}, accepted: {accepted}")
-        return kind[word]
+        asked = (fill(self.Gradients, gradients, gradients.values()),) if record is self.Backward else ()
+        return given, (self.Options(**options), *asked), picker(record._fields, given)
 
 
 SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
@@ -252,6 +243,22 @@ def _word(value: Any) -> str:
     return repr(value)
 
 
+def _value(kind: Any, word: str) -> Any:
+    """What `_word` was given, of this kind of value; None if it is none, or the option is unknown and has no kind."""
+    named = _NAMED.get(kind, getattr(kind, "__members__", None))
+    try:
+        return kind(word) if named is None else named.get(word)
+    except ValueError:
+        return None
+
+
+_NAMED: dict[Any, dict[str, Any]] = {
+    torch.dtype: {_word(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    bool: {"True": True, "False": False},
+    None: {},
+}
+
+
 def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
@@ -262,33 +269,27 @@ def _matters(t: Tensor) -> bool:
 
 
 def _one_by_one(op, info, in_dims, tensors, text):
-    """vmap: a call for each sample. PyTorch does that by itself for operators that return no lists."""
-    samples = [
-        op([t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[0], strict=True)], text)
-        for i in range(info.batch_size)
-    ]
-    outputs = [torch.stack(same) for same in zip(*samples, strict=True)]
+    """vmap: a call for each sample, or of zeros where there is none, for the shapes of what it returns. PyTorch does that by
+    itself for operators that return no lists."""
+    given = [*zip(tensors, in_dims[0], strict=True)]
+    if info.batch_size == 0:
+        given = [(t if dim is None else t.sum(dim, dtype=t.dtype), None) for t, dim in given]
+    samples = [op([t if dim is None else t.select(dim, i) for t, dim in given], text) for i in range(max(1, info.batch_size))]
+    outputs = [torch.stack(same)[: info.batch_size] for same in zip(*samples, strict=True)]
     return outputs, [0] * len(outputs)
 
 
 # ---- the memo ----------------------------------------------------------------------------------------------------------------
 
-MOST = 4096  # of what is remembered; what was not used for longest goes first
-_memo: OrderedDict[Any, Any] = OrderedDict()
-
-
-def recall(key: Any) -> Any:
-    try:
-        _memo.move_to_end(key)
-        return _memo[key]
-    except KeyError:
-        return None
+MOST = 4096  # of what is remembered; beyond, all is forgotten and worked out anew
+_memo: dict[Any, Any] = {}
+recall = _memo.get
 
 
 def remember(key: Any, value: Any) -> Any:
+    if len(_memo) >= MOST:
+        _memo.clear()
     _memo[key] = value
-    while len(_memo) > MOST:
-        _memo.popitem(last=False)
     return value
 
 
@@ -506,6 +507,7 @@ class Launcher:
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
         self.internals = internals()
+        self.runtime = self.internals.knobs.runtime if self.internals else None
         in_use = self.internals.driver.active if self.internals and self.index is not None else None
         self.current_stream: Callable = in_use.get_current_stream if in_use else int
         self.again: tuple[Callable[..., None], tuple] | None = None  # `start_of` the variant for aligned pointers
@@ -526,7 +528,7 @@ class Launcher:
             with torch.cuda.device(self.index):
                 return self(programs, tensors, *rest)
         again = self.again
-        if again is not None and not observed(self.internals.knobs.runtime):
+        if again is not None and not observed(self.runtime):
             there = self.there(tensors)
             pointers = tuple(map(Tensor.data_ptr, there))
             if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):

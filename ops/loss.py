@@ -16,7 +16,7 @@ from . import checks, kit
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
 from .kernels import INTERPRET, runs_kernels
 from .tiling import REGISTERS
-from .torch_state import is_eager, transformed_by_func
+from .torch_state import is_eager, product_dtype, transformed_by_func
 
 
 class Reduction(IntEnum):
@@ -90,7 +90,7 @@ def cross_entropy_fn(
     checks.check_dtype(name, "logits", logits, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_targets(name, targets, logits, "logits")
     (in_place,) = checks.as_flags(name, in_place=in_place).values()
-    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    rows, flat = checks.as_rows(logits), targets.reshape(logits.shape[:-1].numel())
     in_place = in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
     if in_place:
         check_overwritable(name, logits, rows)
@@ -147,10 +147,9 @@ def linear_cross_entropy_fn(
         raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with K and V ≥ 1")
     check_targets(name, targets, hidden, "hidden")
     chunks = checks.as_size(name, "chunks", chunks, 1)
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if transformed_by_func() or device not in ("cpu", "cuda", "meta"):  # no operator there
+    dtype = product_dtype(weight)
+    rows, targets = checks.as_rows(hidden), targets.reshape(hidden.shape[:-1].numel())
+    if transformed_by_func() or hidden.device.type not in ("cpu", "cuda"):  # no operator there
         losses = plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options)
         return plain_finish(losses, targets, options)[0]
     return linear_cross_entropy(LinearInputs(rows, weight, targets), options._replace(chunks=chunks, dtype=dtype))[0]

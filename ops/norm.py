@@ -29,7 +29,7 @@ from .records import (
 )
 from .reference import Norm
 from .tiling import Tile, Work, backward_tile, forward_tile, most_registers
-from .torch_state import PLAIN, differentiated_by_func, is_eager
+from .torch_state import PLAIN, is_eager, transformed_by_func
 
 _LAYERNORM, _RMSNORM, _NONE = Norm.layernorm, Norm.rmsnorm, Norm.none  # an eager call pays for each look into an Enum
 
@@ -108,8 +108,7 @@ def norm_fn(
     With norm="none", no weight and one dtype, y and r are one tensor. Where nothing is added, r is x, or an alias of it if
     gradients are recorded: the gradients of y and r then meet in one kernel.
 
-    Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
-    runs, which has them all.
+    Gradients of gradients are refused on the kernels. Under torch.func's transforms the PyTorch reference runs, which has them.
 
     Raises:
         ValueError, TypeError: norm, shape, dtype, device, dropout_p or seed not as above; before anything is launched.
@@ -246,11 +245,7 @@ def _run(inputs: tuple, plan: "Plan", eager: bool) -> tuple:
     if not plan.kernels:
         return reference.norm(Inputs._make(inputs), plan.options)
     if eager:
-        if torch.is_grad_enabled():
-            for t in inputs:  # any() takes 0.6 µs more
-                if t is not None and t.requires_grad:
-                    return plan.trained.recorded(inputs)
-        return plan.run(inputs)
+        return plan.trained.recorded(inputs) if plan.trained is not None and torch.is_grad_enabled() else plan.run(inputs)
     return NORM.dispatch(inputs, plan.recorded if _trains(inputs) else plan.options)
 
 
@@ -290,7 +285,7 @@ _STRIDED = torch.strided
 
 
 def plan_of(operands: tuple, request: tuple) -> "Plan | None":
-    """Of a call that nobody watches (`torch_state.is_eager`); None where a tensor is not plain.
+    """Of a call that nobody watches (`torch_state.is_eager`); None where a tensor is not plain or does not fit the others.
 
     operands, request: `records.OPERANDS`, and the other arguments of Plan.
 
@@ -309,28 +304,47 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
 
 def _key(operands: tuple, request: tuple) -> tuple | None:
     """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
-    # A plain number is hashed faster than a Norm. Types, because 1.0 is equal to True, which the checks may accept.
-    key: list[Any] = [+request[0], +request[1], *request[2:], *map(type, request)]
-    rows = None
+    norm, branch_norm, scale, eps, p, zero_centered, prenorm, has_residual_out, in_fp32, masks, statistics, out_dtype = request
+    # A plain number is hashed faster than a Norm.
+    key: list[Any] = [
+        +norm, +branch_norm, scale, eps, p, zero_centered, prenorm, has_residual_out, in_fp32, masks, statistics, out_dtype,
+    ]  # fmt: skip
+    # 1.0 is equal to True, which the checks may accept.
+    if not (
+        type(scale) is type(eps) is type(p) is float
+        and type(zero_centered) is type(prenorm) is type(in_fp32) is type(masks) is type(statistics) is bool
+    ):
+        key += map(type, request)
+    rows: Any = None
     for field, t in enumerate(operands):
         if t is not None:
             if type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg():  # `is_plain`, without a call
                 return None
-            shape: Any = t.shape
+            shape, dtype = t.shape, t.dtype
             if rows is None:  # x
-                rows, shape = shape, shape[-1:]
-            elif field < _WEIGHTS:
-                shape = shape == rows
-            elif _ROWSCALES <= field < _SCALARS:
-                shape = shape == rows[:-1] or shape == (rows[:-1].numel(),), t.requires_grad
-            key += field, t.dtype, t.device, shape
+                rows, width, device = shape, shape[-1:], t.device
+                key += dtype, t.requires_grad, width, device
+                continue
+            if t.device != device:
+                return None
+            if field < _WEIGHTS:
+                if shape != rows:
+                    return None
+            elif field < _ROWSCALES:
+                if shape != width:
+                    return None
+            elif field >= _SCALARS:
+                dtype = dtype, shape
+            elif shape != rows[:-1] and shape != (rows[:-1].numel(),):
+                return None
+            key += field, dtype, t.requires_grad
     return tuple(key)
 
 
 class Plan:
     # Of eager calls on kernels.
     run: kit.Run  # without a gradient
-    trained: kit.Call
+    trained: kit.Call | None = None
 
     def __init__(
         self, given: tuple, norm: Norm, branch_norm: Norm, residual_scale: float, eps: float, dropout_p: float,
@@ -346,7 +360,7 @@ class Plan:
         x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
         self.name = name = function_name(norm)  # of the public function, for messages
         # Whether the call goes through the kernels; else through `reference`.
-        self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
+        self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
         dtypes = KERNEL_DTYPES if self.kernels else REFERENCE_DTYPES
         checks.check_input(name, x, dtypes)
         check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
@@ -411,8 +425,10 @@ class Plan:
             self.recorded = self.options._replace(store_residual=True)
         if eager and self.kernels:
             i = operands._replace(seed=torch.empty(1, dtype=torch.int64) if drops else None)
-            learned = [t is not None and t.requires_grad for t in i]
-            self.run, self.trained = NORM.start(i, self.options), kit.Call(NORM, self.recorded, i, tuple(learned))
+            self.run = NORM.start(i, self.options)
+            needs = tuple([t is not None and t.requires_grad for t in i])
+            if True in needs:
+                self.trained = kit.Call(NORM, self.recorded, i, needs)
 
 
 def _reads_r(norm: Norm, of: Any) -> bool:

@@ -64,13 +64,20 @@ def is_plain(t: Any) -> bool:
 
 
 def kinds_of(tensors: Iterable[Tensor | None]) -> tuple | None:
-    """Device and dtype of each, or None where one is not plain. In one pass, as it is part of every eager backward."""
+    """Their device and the dtype of each. None where one is not plain, or on another device. In one pass, as it is part of
+    every eager backward."""
     kinds: list[Any] = []
+    device = None
     for t in tensors:
         if t is None:
             kinds.append(None)
         elif type(t) in PLAIN and t.layout is _STRIDED and not t.is_neg():  # `is_plain`, without a call
-            kinds += t.device, t.dtype
+            if device is None:
+                device = t.device
+                kinds.append(device)
+            elif t.device != device:
+                return None
+            kinds.append(t.dtype)
         else:
             return None
     return tuple(kinds)
@@ -91,18 +98,11 @@ def transformed_by_func() -> bool:
     return not torch.compiler.is_compiling() and _are_functorch_transforms_active()
 
 
-def differentiated_by_func() -> bool:
-    """Whether torch.func.grad, jvp, hessian and their like are on.
-
-    They differentiate every operation by itself, some of them more than once; the kernels have one formula for one backward.
-    """
-    if not transformed_by_func():
-        return False
-    try:
-        kinds, stack = torch._C._functorch.TransformType, torch._C._functorch.get_interpreter_stack()
-    except AttributeError:  # then vmap alone runs the reference too
-        return True
-    return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack or ())
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """In which F.linear would compute: autocast's, or else the weight's."""
+    device = weight.device.type
+    autocasts = device != "meta" and torch.is_autocast_enabled(device)  # which knows no autocast
+    return torch.get_autocast_dtype(device) if autocasts else weight.dtype
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

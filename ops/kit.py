@@ -18,7 +18,7 @@ Here i, b and o are Inputs, Backward and Options of an operator; records of tens
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
-from functools import cache, partial, reduce, wraps
+from functools import cache, partial, reduce
 from importlib import import_module
 from operator import itemgetter, or_
 from typing import Any, cast
@@ -69,13 +69,11 @@ class Op:
         """The public function, for messages."""
         return f"{self.name}_fn"
 
-    def width(self, i: tuple) -> Any:
-        """What `start` looks at of shapes and strides."""
-        return i[0].shape[-1]
-
-    def backward_width(self, b: tuple) -> Any:
-        """What `start_backward` looks at of them."""
-        return next(t for t in b if t is not None).shape[-1]
+    def width(self, tensors: tuple) -> Any:
+        """What `start` looks at of shapes and strides of Inputs, and `start_backward` of those of Backward."""
+        for t in tensors:
+            if t is not None:
+                return t.shape[-1]
 
     def outputs(self, i: Any, o: Any) -> Any:
         """Outputs, allocated: all that forward writes."""
@@ -135,8 +133,8 @@ class Op:
         LIBRARY.define(f"{self.name}{SCHEMA}", tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(self.name, self._composite, "CompositeImplicitAutograd")
         self.op = _operator(self.name)
-        self.forward_op = self._opaque("forward", self.Inputs, self.start, self.width, self.outputs)
-        self.backward_op = self._opaque("backward", self.Backward, self.start_backward, self.backward_width, self.gradients)
+        self.forward_op = self._opaque("forward", self.Inputs, self.start, self.outputs)
+        self.backward_op = self._opaque("backward", self.Backward, self.start_backward, self.gradients)
         for op in (self.op, self.forward_op, self.backward_op):
             library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
 
@@ -145,14 +143,10 @@ class Op:
         kinds = kinds_of(inputs) if is_eager(()) else None
         if kinds is None:
             return self.dispatch(inputs, o)
-        needs = None
-        if torch.is_grad_enabled():
-            needs = tuple([t is not None and t.requires_grad for t in inputs])
-            if True not in needs:
-                needs = None
+        needs = tuple([t is not None and t.requires_grad for t in inputs]) if torch.is_grad_enabled() else ()
         key = self, o, kinds, self.width(inputs), needs
         call = recall(key) or remember(key, Call(self, o, inputs, needs))
-        return call(inputs) if needs is None else call.recorded(inputs)
+        return call(inputs)
 
     def dispatch(self, inputs: tuple, o: Any) -> tuple:
         """The same through PyTorch's dispatcher."""
@@ -162,21 +156,15 @@ class Op:
 
     def _composite(self, tensors: list[Tensor], text: str) -> list[Tensor]:
         given, (o,), _ = self._parsed(self.Inputs, text)
-        needs = None
-        if torch.is_grad_enabled() or has_tangents():
-            there = dict(zip(given, tensors, strict=True))
-            needs = tuple([name in there and _matters(there[name]) for name in self.Inputs._fields])
         i = fill(self.Inputs, given, tensors)
-        if needs is None or True not in needs:
-            call = Call(self, o, i, None, eager=False)
-            return [*call.asked(call(i))]
-        return [*self.recorded.apply(Call(self, o, i, needs, eager=False), i, *tensors)]
+        call = Call(self, o, i, tuple([t is not None and _matters(t) for t in i]), eager=False)
+        return [*call.asked(call(i))]
 
-    def _run(self, record: Any, start: Callable, width: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
+    def _run(self, record: Any, start: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
         """One of the opaque operators, which PyTorch hands plain tensors."""
         _, options, complete = self._parsed(record, text)
         there = complete((*tensors, None))
-        key = self, record, text, dtypes_of(tensors), tensors[0].device, width(there)
+        key = self, record, text, dtypes_of(tensors), tensors[0].device, self.width(there)
         run = recall(key) or remember(key, start(record._make(there), *options))
         return present(run(there))
 
@@ -186,11 +174,11 @@ class Op:
         given, options, _ = self._parsed(record, text)
         return present(empty(fill(record, given, tensors), *options))
 
-    def _opaque(self, what: str, record: Any, start: Callable, width: Callable, empty: Callable) -> Any:
+    def _opaque(self, what: str, record: Any, start: Callable, empty: Callable) -> Any:
         name = f"{self.name}_{what}"
         LIBRARY.define(name + SCHEMA, tags=torch.Tag.pt2_compliant_tag)
         for key in ("CPU", "CUDA"):  # custom_op takes 170 µs more a call (25 arguments, H200)
-            LIBRARY.impl(name, partial(self._run, record, start, width), key)
+            LIBRARY.impl(name, partial(self._run, record, start), key)
         library.register_fake(f"{NAMESPACE}::{name}", partial(self._fake, record, empty), lib=LIBRARY)
         return _operator(name)
 
@@ -304,12 +292,14 @@ def forget() -> None:
 class Call:
     """A call with all that follows from its options and the kinds of its inputs: a function from Inputs to Outputs."""
 
-    def __init__(self, op: Op, o: Any, i: tuple, needs: tuple[bool, ...] | None, eager: bool = True) -> None:
-        """needs: the inputs that need a gradient; None: the call has no backward. eager: else through the dispatcher."""
+    def __init__(self, op: Op, o: Any, i: tuple, needs: tuple[bool, ...], eager: bool = True) -> None:
+        """needs: which inputs need a gradient; eager: else through the dispatcher."""
         self.op, self.given, self.materialize = op, names_of(op.Inputs._make(i)), op.materialize
         fields, asked = op.Outputs._fields, op.asked(self.given, o)
         self.asked, self.complete = picker(asked, fields), picker(fields, asked)
-        if needs is not None:
+        self.records = True in needs
+        if self.records:
+            self.apply = op.apply if eager else op.recorded.apply
             self.of = of = op.Inputs._make(dtypes_of(i))
             o = op.training(of, o, needs)
             self.there = picker(self.given, op.Inputs._fields)
@@ -329,12 +319,10 @@ class Call:
             self.run = lambda i: fill(op.Outputs, written, below_autograd(op.forward_op, present(i), text))
 
     def __call__(self, i: tuple) -> tuple:
+        if self.records:
+            return self.complete((*self.apply(self, i, *self.there(i)), None))
         outputs = self.run(i)
         return outputs if self.view is None else self.view(i, outputs)
-
-    def recorded(self, i: tuple) -> tuple:
-        """The same with gradients, of an eager call."""
-        return self.complete((*self.op.apply(self, i, *self.there(i)), None))
 
     def gradients(self, needs: tuple[bool, ...], there: tuple) -> tuple:
         """Of the inputs that there are, those that autograd needs. there: the upstream gradients, and what was kept."""
@@ -367,28 +355,14 @@ class Call:
         return gradients
 
 
-def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of a Function. If it is recorded (create_graph=True), another one through its gradients raises.
+def refused(function: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The same gradients with a history, whatever they were computed from: a backward that raises.
 
     PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
     as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
 
-    ctx.function: the public function, for the message.
+    function: the public one, for the message.
     """
-
-    @wraps(backward)
-    def run(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *upstream)
-        with torch.no_grad():
-            gradients = backward(ctx, *upstream)
-        return refused(ctx.function, gradients)
-
-    return run
-
-
-def refused(function: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The same gradients with a history, whatever they were computed from: a backward that raises."""
     return _Refused.apply(function, torch.zeros((), device="cpu", requires_grad=True), *gradients)
 
 
@@ -528,7 +502,8 @@ class Launcher:
             with torch.cuda.device(self.index):
                 return self(programs, tensors, *rest)
         again = self.again
-        if again is not None and not observed(self.runtime):
+        runtime = self.runtime
+        if again is not None and not (called(runtime.launch_enter_hook) or called(runtime.launch_exit_hook)):
             there = self.there(tensors)
             pointers = tuple(map(Tensor.data_ptr, there))
             if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
@@ -548,15 +523,9 @@ class Launcher:
             self.again = start_of(compiled)
 
 
-def specialised(number: int) -> tuple[bool, bool, bool]:
-    """What Triton compiles for of an int that it is not told to leave alone."""
-    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
-
-
-def observed(runtime: Any) -> bool:
-    """Whether a profiler wants to hear of launches. runtime: Triton's knobs of it."""
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+def called(hook: Any) -> bool:
+    """Whether a profiler wants to hear of launches. hook: one of Triton's, a chain of them, or None."""
+    return hook is not None and bool(getattr(hook, "calls", hook))
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, as_flags, check_input, check_operands, check_tensor
 from .kernels import runs_kernels
-from .kit import first_order
+from .kit import refused
 from .norm import norm_fn
 from .reference import Norm
 from .torch_state import product_dtype, transformed_by_func
@@ -74,13 +74,16 @@ class _LinearOfNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, r, norm_weight, norm_bias, linear_weight, linear_bias, eps, norm):
         ctx.save_for_backward(r, norm_weight, norm_bias, linear_weight)
-        ctx.function, ctx.dtype, ctx.eps, ctx.norm = "layer_norm_linear_fn", y.dtype, eps, norm
+        ctx.dtype, ctx.eps, ctx.norm = y.dtype, eps, norm
         ctx.linear_bias_dtype = None if linear_bias is None else linear_bias.dtype
         return _linear(y, linear_weight, linear_bias)
 
     @staticmethod
-    @first_order
     def backward(ctx, dout):
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                gradients = _LinearOfNorm.backward(ctx, dout)
+            return refused("layer_norm_linear_fn", gradients)
         r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
         dout = dout.to(ctx.dtype)
         dy = dweight = dbias = None

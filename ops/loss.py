@@ -214,8 +214,8 @@ class Backward(NamedTuple):
 class CrossEntropy(kit.Op):
     name, Inputs, Options, Outputs, Backward = "cross_entropy", Inputs, Options, Outputs, Backward
 
-    def backward_width(self, b):
-        return b[1].shape[-1]
+    def width(self, tensors):
+        return next(t for t in tensors if t.dim() == 2).shape[1]  # the logits
 
     def written(self, given, o):
         return ["total", *["stats"] * (not o.in_place), *["scale"] * (o.reduction == Reduction.mean and not o.in_place)]
@@ -299,11 +299,8 @@ class LinearCrossEntropy(kit.Op):
     name, Inputs, Options = "linear_cross_entropy", LinearInputs, Options
     Outputs, Backward = LinearOutputs, LinearBackward
 
-    def width(self, i):
-        return len(i[1])
-
-    def backward_width(self, b):
-        return None
+    def width(self, tensors):
+        return None if len(tensors) > 3 else len(tensors[1])  # the weight, of Inputs
 
     def written(self, given, o):
         return ["total", "scale", *["hidden_product"] * o.needs_hidden, *["weight_product"] * o.needs_weight]

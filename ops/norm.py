@@ -245,7 +245,7 @@ def _run(inputs: tuple, plan: "Plan", eager: bool) -> tuple:
     if not plan.kernels:
         return reference.norm(Inputs._make(inputs), plan.options)
     if eager:
-        return plan.trained.recorded(inputs) if plan.trained is not None and torch.is_grad_enabled() else plan.run(inputs)
+        return plan.trained(inputs) if torch.is_grad_enabled() and plan.trained is not None else plan.run(inputs)
     return NORM.dispatch(inputs, plan.recorded if _trains(inputs) else plan.options)
 
 
@@ -426,9 +426,8 @@ class Plan:
         if eager and self.kernels:
             i = operands._replace(seed=torch.empty(1, dtype=torch.int64) if drops else None)
             self.run = NORM.start(i, self.options)
-            needs = tuple([t is not None and t.requires_grad for t in i])
-            if True in needs:
-                self.trained = kit.Call(NORM, self.recorded, i, needs)
+            if any(t is not None and t.requires_grad for t in i):
+                self.trained = kit.Call(NORM, self.recorded, i, tuple([t is not None and t.requires_grad for t in i]))
 
 
 def _reads_r(norm: Norm, of: Any) -> bool:
@@ -444,9 +443,6 @@ class FusedNorm(kit.Op):
 
     def function(self, given, o):
         return function_name(o.norm)
-
-    def backward_width(self, b):
-        return next(t for t in b[:4] if t is not None).shape[-1]
 
     def written(self, given, o):
         return [*outputs_of(given, o)]

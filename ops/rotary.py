@@ -225,11 +225,8 @@ class Rotary(kit.Op):
     def function(self, given, o):
         return "rotary_qk_fn" if "k" in given else "rotary_qkv_fn"
 
-    def width(self, i):
-        return i[0].shape[-1], *_turned_and_per_head(i[2], i[5:])
-
-    def backward_width(self, b):
-        return b[0].shape[-1], *_turned_and_per_head(b[5], b[8:])
+    def width(self, tensors):
+        return tensors[0].shape[-1], *_turned_and_per_head(tensors[-7], tensors[-4:])  # of Inputs, with which Backward ends
 
     def written(self, given, o):
         return ["q", "k"]
@@ -302,7 +299,7 @@ class Rotary(kit.Op):
 
     def start_backward(self, b, o, wanted):
         kernels, device, dtype = kit.kernels("rotary"), b.dq.device, b.dq.dtype
-        packed, work = b.dv is not None, Work(*self.backward_width(b))
+        packed, work = b.dv is not None, Work(*self.width(b))
         D = work.D
         tile = backward_tile(dtype.itemsize, o.norm != Norm.none, pads=2 * _row_block(work) > D)
         (q_parts, q_shared), (k_parts, k_shared) = _parts(o, work)
@@ -514,7 +511,7 @@ def _variant(
         HEADS=options.heads,
         KV_HEADS=options.kv_heads,
         PER_HEAD=work.per_head,
-        NORM=-1 if options.norm == Norm.none else int(options.norm),  # kernels.rotary.NO_NORM
+        NORM=int(options.norm),
         OFFSET=float(options.zero_centered_weight),
         INTERLEAVED=options.interleaved,
         ROWS=_tile_rows(work, tile),

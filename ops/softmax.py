@@ -198,7 +198,7 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
             mask, numbers, cols = rows_of_mask(mask.expand(out.shape))
             rows = kernels.MaskRows(*numbers)
             # Triton compiles for what it sees of the numbers of a tuple.
-            masked = key, cols, *map(kit.specialised, numbers)
+            masked = key, cols, *[(n == 1, n % 16 == 0, -(2**31) <= n < 2**31) for n in numbers]
             start, how = kit.recall(masked) or kit.remember(masked, made(cols))
         tensors = (first, second, mask, out) if backward else (first, mask, out)
         start(-(-M // tile.rows), tensors, rows, M, scale, tile.distance, how)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..reference import Norm
+from .rows import add_pairs
 
 LAYERNORM = tl.constexpr(Norm.layernorm.value)
 RMSNORM = tl.constexpr(Norm.rmsnorm.value)
@@ -136,6 +137,38 @@ def norm_gradient(b_g, b, b_xhat, b_c1, b_c2, b_mean, b_rstd, NORM: tl.constexpr
         else:
             b_gradient -= direction(b_xhat, NORM) * b_c1[:, None]
     return b_gradient
+
+
+@triton.jit
+def row_sums(b_g, b_xhat, NORM: tl.constexpr):
+    """fp32 [ROWS] twice: the sums over the columns of all blocks of g · x̂ and of g (0 where the norm does not centre), in one
+    reduction."""
+    b_product = b_g[0] * b_xhat[0]
+    b_sum = b_g[0]
+    for i in tl.static_range(1, len(b_g)):
+        b_product += b_g[i] * b_xhat[i]
+        b_sum += b_g[i]
+    b_c1 = tl.zeros([b_sum.shape[0]], tl.float32)
+    b_c2 = b_c1
+    if centres(NORM):
+        b_c1, b_c2 = tl.reduce((b_product, b_sum), 1, add_pairs)
+    elif not pointwise(NORM):
+        b_c1 = tl.sum(b_product, 1)
+    return b_c1, b_c2
+
+
+@triton.jit
+def through_norm(b_dr, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, NORM: tl.constexpr, N: tl.constexpr):
+    """dr + the gradient of g through the norm of N columns, in blocks; b_c1, b_c2: sums over the columns, as of `row_sums`."""
+    b_dz = ()
+    b_c1 *= b_rstd * (1.0 / N)
+    b_c2 *= b_rstd * (1.0 / N)
+    for i in tl.static_range(len(b_g)):
+        b = norm_gradient(b_g[i], b_r[i], b_xhat[i], b_c1, b_c2, b_mean, b_rstd, NORM)
+        if len(b_dr) > 0:
+            b += b_dr[i]
+        b_dz += (b,)
+    return b_dz
 
 
 @triton.jit

@@ -281,6 +281,17 @@ def remember(key: Any, value: Any) -> Any:
     return value
 
 
+def memoised(make: Callable) -> Callable:
+    """make, each of whose results is remembered."""
+    own = object()
+
+    def found(*arguments: Any) -> Any:
+        key = own, *arguments
+        return recall(key) or remember(key, make(*arguments))
+
+    return found
+
+
 def forget() -> None:
     """After `kernels.INTERPRET` changed."""
     _memo.clear()

@@ -224,34 +224,32 @@ class CrossEntropy(kit.Op):
         return ["total"]
 
     def outputs(self, i, o):
-        M = i.logits.shape[0]
-        shapes = (M,) if o.reduction == Reduction.none else (), (M, 2), (1,) if o.reduction == Reduction.mean else None
-        return Outputs._make([shape if shape is None else i.logits.new_empty(shape, dtype=torch.float32) for shape in shapes])
+        shapes = {"total": i.targets.shape if o.reduction == Reduction.none else (), "stats": (len(i.logits), 2), "scale": (1,)}
+        written = self.written((), o)
+        return kit.fill(Outputs, written, [i.logits.new_empty(shapes[name], dtype=torch.float32) for name in written])
 
     def gradients(self, b, o, wanted):
         return self.Gradients(torch.empty(b.logits.shape, dtype=b.logits.dtype, device=b.logits.device), None)
 
     def start(self, i, o):
-        losses = losses_of(i.logits.shape[1], i.logits.itemsize, o, o.in_place)
+        losses = losses_of(i.logits.shape[1], i.logits.dtype, i.logits.device, o, o.in_place)
 
         def run(i):
             logits, targets = i
-            if o.in_place:
-                scale = scale_of(targets, o)
-                found = losses(logits, targets, scale=scale)
-                torch.autograd.graph.increment_version(logits)
-                return reduced(found, scale, o), None, None
-            stats = logits.new_empty((len(logits), 2), dtype=torch.float32)
-            found = losses(logits, targets, stats=stats)
             scale = scale_of(targets, o)
-            return reduced(found, scale, o), stats, scale
+            if o.in_place:
+                total = reduced(losses(logits, targets, scale=scale), scale, o)
+                torch.autograd.graph.increment_version(logits)
+                return total, None, None
+            stats = logits.new_empty((len(logits), 2), dtype=torch.float32)
+            return reduced(losses(logits, targets, stats), scale, o), stats, scale
 
         return run
 
     def start_backward(self, b, o, wanted):
         """In place the logits [M, V] are a view of what forward has overwritten. Autograd itself refuses a second backward, as
         their version that forward has saved is gone."""
-        write = gradient_of(b.logits.shape[1], b.logits.itemsize, o)
+        write = gradient_of(b.logits.shape[1], b.logits.dtype, b.logits.device, o)
 
         def run(b):
             dtotal, logits, targets, stats, scale = b
@@ -329,7 +327,8 @@ class LinearCrossEntropy(kit.Op):
         losses: Callable[..., Tensor] = partial(plain_losses, o=o, overwrites=differentiates)
         finish: Callable[..., tuple] = plain_finish
         if runs_kernels(i.hidden.device) and o.dtype != torch.float64:
-            losses, finish = losses_of(len(i.weight), o.dtype.itemsize, o, differentiates), finish_by_kernels
+            losses = losses_of(len(i.weight), o.dtype, i.hidden.device, o, differentiates)
+            finish = finish_by_kernels
 
         def run(i):
             hidden, weight, targets = i = LinearInputs(*i)
@@ -430,12 +429,13 @@ def held_blocks(V: int, vector: int, block: int) -> int:
     return -(-(columns - max(0, V // group - (V % group == 0)) * group) // block)
 
 
-def losses_of(V: int, itemsize: int, o: Options, overwrites: bool) -> Callable[..., Tensor]:
+def losses_of(V: int, dtype: torch.dtype, device: torch.device, o: Options, overwrites: bool) -> Callable[..., Tensor]:
     """The losses, fp32 [M], of logits [M, V] and targets. overwrites: the logits become scale · dloss/dlogits."""
-    kernels, tile = kit.kernels("cross_entropy"), (loss_tile if overwrites else streaming_tile)(V, itemsize)
+    kernels, tile = kit.kernels("cross_entropy"), (loss_tile if overwrites else streaming_tile)(V, dtype.itemsize)
     registers = REGISTERS // (32 * tile.warps * max(1, tile.programs_per_sm)) // 8 * 8
     launch = _on_rows(
-        kernels.cross_entropy_kernel, o, tile, maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
+        kernels.cross_entropy_kernel, V, dtype, device, o, tile, overwrites,
+        maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
         **({} if INTERPRET else {"debug": True, "sanitize_overflow": False}),  # for the check of the targets
     )  # fmt: skip
 
@@ -447,53 +447,52 @@ def losses_of(V: int, itemsize: int, o: Options, overwrites: bool) -> Callable[.
                 raise IndexError(f"Target {wrong[0]} is out of bounds.")
         loss = logits.new_empty(len(logits), dtype=torch.float32)
         logits = dense(logits)
-        launch(len(logits), kernels.Pointers(logits, logits if overwrites else None, targets, loss, stats, scale))
+        launch(kernels.Pointers(logits, logits if overwrites else None, targets, loss, stats, scale))
         return loss
 
     return losses
 
 
-def gradient_of(V: int, itemsize: int, o: Options) -> Callable[..., None]:
+def gradient_of(V: int, dtype: torch.dtype, device: torch.device, o: Options) -> Callable[..., None]:
     """Writes the gradient of logits [M, V] into `out`."""
-    kernels, tile = kit.kernels("cross_entropy"), replace(streaming_tile(V, itemsize), held=0)
-    launch = _on_rows(kernels.cross_entropy_gradient_kernel, o, tile, o.reduction == Reduction.none)
+    kernels, tile = kit.kernels("cross_entropy"), replace(streaming_tile(V, dtype.itemsize), held=0)
+    per_row, group = o.reduction == Reduction.none, tile.group * tile.block
+    launch = _on_rows(kernels.cross_entropy_gradient_kernel, V, dtype, device, o, tile, True, per_row)
 
     def write(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor | None, out: Tensor) -> None:
-        logits = dense(logits)
-        p = kernels.Pointers(logits, out, targets, stats=stats, scale=scale, dloss=dloss)
-        launch(len(logits), p, lambda columns: -(-columns // (tile.group * tile.block)))
+        p = kernels.Pointers(dense(logits), out, targets, stats=stats, scale=scale, dloss=dloss)
+        launch(p, lambda columns: -(-columns // group))
 
     return write
 
 
-def _on_rows(kernel: Any, o: Options, tile: LossTile, *more: Any, **options: Any) -> Callable[..., None]:
-    """Starts a kernel on rows of logits, given how many there are, Pointers, and how many programs there are for the columns
-    of a row. What is compiled for strides and alignment is worked out once for each."""
-    kernels, key = kit.kernels("cross_entropy"), object()
+def _on_rows(
+    kernel: Any, V: int, dtype: torch.dtype, device: torch.device, o: Options, tile: LossTile, writes: bool, *more: Any,
+    **options: Any,
+) -> Callable[..., None]:  # fmt: skip
+    """Starts a kernel on rows of logits, given Pointers, and how many programs there are for the columns of a row. What is
+    compiled for strides and alignment is worked out once for each."""
+    kernels, itemsize = kit.kernels("cross_entropy"), dtype.itemsize
 
-    def made(p: Any, strides: tuple[int, int], unit: int, shifted: bool, pairs: bool) -> tuple:
-        logits = p.logits
+    @kit.memoised
+    def made(strides: tuple[int, int], unit: int, shifted: bool, pairs: bool) -> tuple:
         how = kernels.RowTile(
-            logits.shape[1], tile.block, tile.held, tile.group, pairs, 16 // logits.itemsize, shifted, unit,
-            kit.triton_dtype(logits.dtype), GRADIENT=p.gradient is not None, SOFTCAP=o.softcap > 0,
-            SMOOTHING=o.label_smoothing > 0,
+            V, tile.block, tile.held, tile.group, pairs, 16 // itemsize, shifted, unit, kit.triton_dtype(dtype),
+            GRADIENT=writes, SOFTCAP=o.softcap > 0, SMOOTHING=o.label_smoothing > 0,
         )  # fmt: skip
         rest = (strides[0] // unit, strides[1] // unit, *o[1:5], *more, how)
-        rows = ("logits", "gradient")
-        return kit.Launcher(kernel, kernels.Pointers, logits.device, rows, num_warps=tile.warps, **options), rest
+        return kit.Launcher(kernel, kernels.Pointers, device, _ROWS, num_warps=tile.warps, **options), rest
 
-    def launch(M: int, p: Any, programs: Callable[[int], int] = lambda columns: 1) -> None:
+    def launch(p: Any, programs: Callable[[int], int] = lambda columns: 1) -> None:
         logits, out = p.logits, p.gradient
-        V, itemsize = logits.shape[1], logits.itemsize
         strides = logits.stride(0), 0 if out is None else out.stride(0)
         unit = gcd(16, *strides)
         at = logits.data_ptr() | (0 if out is None else out.data_ptr())
         # Rows that begin anywhere are read from the 16-byte boundary before them, where that is the same in both tensors.
         shifted = bool((V | strides[0]) * itemsize % 16) and (out is None or strides[0] == strides[1]) and at % 16 == 0
         pairs = itemsize == 2 and ((V % 2 == 0 and unit % 2 == 0 and at % 4 == 0) or shifted)
-        layout = strides, unit, shifted, pairs
-        start, numbers = kit.recall((key, *layout)) or kit.remember((key, *layout), made(p, *layout))
-        start(M * programs(V + (16 // itemsize - 1) * shifted), p, *numbers)
+        start, numbers = made(strides, unit, shifted, pairs)
+        start(len(logits) * programs(V + (16 // itemsize - 1) * shifted), p, *numbers)
 
     return launch
 
@@ -513,10 +512,9 @@ def scale_of(targets: Tensor, o: Options) -> Tensor | None:
     """fp32 [1]: for the mean, 1 over the number of targets that count."""
     if o.reduction != Reduction.mean:
         return None
-    kernels, scale, M = kit.kernels("cross_entropy"), targets.new_empty(1, dtype=torch.float32), len(targets)
-    block, warps = _line(M)
-    p = kernels.Pointers(targets=targets, scale=scale)
-    _start(kernels.count_targets_kernel, 1, p, (o.ignore_index, block), M, o.ignore_index, block, num_warps=warps)
+    scale, M = targets.new_empty(1, dtype=torch.float32), len(targets)
+    block = _line(M)
+    _start("count_targets_kernel", 1, (o.ignore_index, block), M, o.ignore_index, block, targets=targets, scale=scale)
     return scale
 
 
@@ -524,35 +522,42 @@ def reduced(losses: Tensor, scale: Tensor | None, o: Options) -> Tensor:
     """[M], or their sum or mean as a scalar, added in a fixed order."""
     if o.reduction == Reduction.none:
         return losses
-    kernels, total, M = kit.kernels("cross_entropy"), losses.new_empty(()), len(losses)
-    block, warps = _line(M)
-    p = kernels.Pointers(loss=losses, scale=scale, total=total)
-    _start(kernels.sum_losses_kernel, 1, p, (block,), M, block, num_warps=warps)
+    total, M = losses.new_empty(()), len(losses)
+    block = _line(M)
+    _start("sum_losses_kernel", 1, (block,), M, block, loss=losses, scale=scale, total=total)
     return total
 
 
 def multiply(rows: Tensor, factor: Tensor) -> None:
     """rows [M, V] *= factor, a scalar on the device; reads nothing where that is 1."""
-    kernels, (M, V), stride = kit.kernels("cross_entropy"), rows.shape, rows.stride(0)
+    (M, V), stride = rows.shape, rows.stride(0)
     block = min(4096, 1 << (V - 1).bit_length())
     blocks = -(-V // block)
     programs = blocks * min(M, max(1, PROGRAMS_PER_SM * kit.device_facts(rows.device).multiprocessors // blocks))
-    _start(kernels.scale_kernel, programs, kernels.Pointers(gradient=rows, dloss=factor), (stride, V), stride, M, V, block)
+    _start("scale_kernel", programs, (stride, V), stride, M, V, block, gradient=rows, dloss=factor)
 
 
-def _line(M: int) -> tuple[int, int]:
-    """Block and warps of the one program that reads M numbers."""
-    block = min(16384, max(16, 1 << (M - 1).bit_length() if M else 1))
-    return block, max(1, block // 512)
+def _line(M: int) -> int:
+    """The block of the one program that reads M numbers."""
+    return min(16384, max(16, 1 << (M - 1).bit_length() if M else 1))
 
 
-def _start(kernel: Any, programs: int, p: Any, compiled: tuple, *rest: Any, num_warps: int = 8) -> None:
-    """compiled: of the rest, what a kernel is compiled for."""
-    device = next(t.device for t in p if t is not None)
-    key = kernel.__name__, device, kit.dtypes_of(p), compiled
-    rows = ("logits", "gradient")
-    start = kit.recall(key) or kit.remember(key, kit.Launcher(kernel, type(p), device, rows, num_warps=num_warps))
-    start(programs, p, *rest)
+_ROWS = ("logits", "gradient")  # of Pointers, whose strides the kernels are told
+
+
+def _start(kernel: str, programs: int, compiled: tuple, *rest: Any, **pointers: Tensor | None) -> None:
+    """compiled: of the rest, what a kernel is compiled for; the block is the last of the rest."""
+    p = kit.kernels("cross_entropy").Pointers(**pointers)
+    device = next(t.device for t in pointers.values() if t is not None)
+    _launcher(kernel, device, kit.dtypes_of(p), 8 if kernel == "scale_kernel" else max(1, rest[-1] // 512), *compiled)(
+        programs, p, *rest
+    )
+
+
+@kit.memoised
+def _launcher(kernel: str, device: torch.device, dtypes: tuple, warps: int, *compiled: Any) -> kit.Launcher:
+    kernels = kit.kernels("cross_entropy")
+    return kit.Launcher(getattr(kernels, kernel), kernels.Pointers, device, _ROWS, num_warps=warps)
 
 
 # ---- reference ---------------------------------------------------------------------------------------------------------------

@@ -180,9 +180,9 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
     kernels = kit.kernels("softmax")
     N, device, vector, backward = x.shape[-1], x.device, 16 // itemsize, "dy" in record._fields
     tile = softmax_tile(N, vector, backward, kit.device_facts(device).since_sm_90)
-    key = object()
 
-    def made(mask_cols: int) -> tuple:
+    @kit.memoised
+    def made(mask_cols: int, *_: Any) -> tuple:
         how = kernels.SoftmaxVariant(
             N, o.log, tile.rows, tile.block_n, vector, LOOPED=tile.looped, MASK_COLS=mask_cols, PREFETCH=tile.distance > 0
         )
@@ -198,8 +198,7 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
             mask, numbers, cols = rows_of_mask(mask.expand(out.shape))
             rows = kernels.MaskRows(*numbers)
             # Triton compiles for what it sees of the numbers of a tuple.
-            masked = key, cols, *[(n == 1, n % 16 == 0, -(2**31) <= n < 2**31) for n in numbers]
-            start, how = kit.recall(masked) or kit.remember(masked, made(cols))
+            start, how = made(cols, *[(n == 1, n % 16 == 0, -(2**31) <= n < 2**31) for n in numbers])
         tensors = (first, second, mask, out) if backward else (first, mask, out)
         start(-(-M // tile.rows), tensors, rows, M, scale, tile.distance, how)
 

@@ -398,7 +398,7 @@ def store_through_branch(p, b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, at, VA
     """Stores dx, the gradient of g through the branch norm."""
     if p.dx is not None:
         b_scale = load_scale(p.rowscale, at)
-        b_dx = through_norm((), b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.BRANCH_NORM, VARIANT)
+        b_dx = through_norm((), b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.BRANCH_NORM, VARIANT.N)
         for i in tl.static_range(blocks(VARIANT)):
             b = b_dx[i]
             if b_scale is not None:

@@ -190,24 +190,25 @@ class Op:
 
     def _parse(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
         said = dict([word.partition("=")[::2] for word in text.split(" ")])
-        given, wanted = [[word for word in said.pop(name, "").split(",") if word] for name in ("given", "wanted")]
-        kinds, defaults = self.Options.__annotations__, self.Options._field_defaults
-        options = {name: _value(kinds.get(name), word) for name, word in said.items()}
-        dtypes = dict([word.partition(":")[::2] for word in wanted])
-        known = dict.fromkeys(self.Gradients._fields, torch.dtype)
-        gradients = {name: _value(known.get(name), word) for name, word in dtypes.items()}
-        unknown = [f"{name}={said[name]}" for name, value in options.items() if value is None]
-        unknown += [f"{name}:{dtypes[name]}" for name, value in gradients.items() if value is None]
-        unknown += {*given} - {*record._fields}
-        missing = kinds.keys() - options.keys() - defaults.keys() | ({"given"} if not given else set())
+        given = [name for name in said.get("given", "").split(",") if name]
+        kinds = self.Options.__annotations__ | {"given": str}
+        if record is self.Backward:
+            kinds |= dict.fromkeys(self.Gradients._fields, torch.dtype)
+        values = {name: _value(kinds.get(name), word) for name, word in said.items()}
+        unknown = [
+            *[f"{name}={said[name]}" for name, value in values.items() if value is None],
+            *({*given} - {*record._fields}),
+        ]
+        missing = {"given", *self.Options._fields} - said.keys() - self.Options._field_defaults.keys()
         if unknown or missing:
             raise RuntimeError(
                 f"{NAMESPACE}::{self.name}: this program was exported by another version, or is damaged. It asks for "
                 f"{', '.join(unknown) or 'nothing'} that this one does not know, and lacks {', '.join(missing) or 'nothing'}; "
                 f"export it again. It says: {text}"
             )
-        asked = (fill(self.Gradients, gradients, gradients.values()),) if record is self.Backward else ()
-        return given, (self.Options(**options), *asked), picker(record._fields, given)
+        o = self.Options(**{name: values[name] for name in self.Options._fields if name in values})
+        wanted = [self.Gradients(*map(values.get, self.Gradients._fields))] if record is self.Backward else []
+        return given, (o, *wanted), picker(record._fields, given)
 
 
 SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
@@ -215,10 +216,8 @@ SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
 
 def encode(given: Iterable[str], o: Any, wanted: Any = None) -> str:
     """The text of a call: the tensors that are there, of Gradients the wanted ones with their dtypes, the options."""
-    words = [f"given={','.join(given)}"]
-    if wanted is not None:
-        words.append(f"wanted={','.join([f'{name}:{_word(getattr(wanted, name))}' for name in names_of(wanted)])}")
-    return " ".join([*words, *[f"{name}={_word(value)}" for name, value in zip(o._fields, o, strict=True)]])
+    said = [pair for record in (wanted, o) if record is not None for pair in zip(record._fields, record, strict=True)]
+    return " ".join([f"given={','.join(given)}", *[f"{name}={_word(value)}" for name, value in said if value is not None]])
 
 
 def _word(value: Any) -> str:

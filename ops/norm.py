@@ -282,6 +282,7 @@ def _trains(tensors: Iterable[Tensor | None]) -> bool:
 # Where they begin in `records.OPERANDS`.
 _WEIGHTS, _ROWSCALES, _SCALARS = (OPERANDS.index(names[0]) for names in (WEIGHTS, ROWSCALES, SCALARS))
 _STRIDED = torch.strided
+_TYPES = (float,) * 3 + (bool,) * 6  # of the numbers and flags of a request, mostly
 
 
 def plan_of(operands: tuple, request: tuple) -> "Plan | None":
@@ -304,16 +305,9 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
 
 def _key(operands: tuple, request: tuple) -> tuple | None:
     """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
-    norm, branch_norm, scale, eps, p, zero_centered, prenorm, has_residual_out, in_fp32, masks, statistics, out_dtype = request
     # A plain number is hashed faster than a Norm.
-    key: list[Any] = [
-        +norm, +branch_norm, scale, eps, p, zero_centered, prenorm, has_residual_out, in_fp32, masks, statistics, out_dtype,
-    ]  # fmt: skip
-    # 1.0 is equal to True, which the checks may accept.
-    if not (
-        type(scale) is type(eps) is type(p) is float
-        and type(zero_centered) is type(prenorm) is type(in_fp32) is type(masks) is type(statistics) is bool
-    ):
+    key: list[Any] = [+request[0], +request[1], *request[2:]]
+    if tuple(map(type, request[2:11])) != _TYPES:  # 1.0 is equal to True, which the checks may accept
         key += map(type, request)
     rows: Any = None
     for field, t in enumerate(operands):
@@ -452,10 +446,9 @@ class FusedNorm(kit.Op):
         return kit.fill(Outputs, outputs, empty_outputs(i.x, outputs.values(), i.x.numel() // i.x.shape[-1]))
 
     def gradients(self, b, o, wanted):
-        r = _of_rows(b)
-        like = {"dz": r, "dx": r, "dx1": r} | {f"d{name}": getattr(b, name) for name in (*ROWSCALES, *SCALARS)}
+        b = b._replace(r=_of_rows(b))
         found = {
-            name: _empty(like[name], dtype) if name in like else r.new_empty(r.shape[-1:], dtype=dtype)
+            name: _empty(getattr(b, _LIKE[name]), dtype) if name in _LIKE else b.r.new_empty(b.r.shape[-1:], dtype=dtype)
             for name, dtype in zip(wanted._fields, wanted, strict=True)
             if dtype is not None
         }
@@ -522,6 +515,9 @@ class FusedNorm(kit.Op):
 
 NORM = FusedNorm()
 
+# Of the gradients whose shape is not that of a weight, the field of BackwardInputs that has it.
+_LIKE = {"dz": "r", "dx": "r", "dx1": "r"} | {f"d{name}": name for name in (*ROWSCALES, *SCALARS)}
+
 
 def _adds(of: Any, o: Options) -> bool:
     """Whether anything is added to x or changed in it."""
@@ -529,11 +525,9 @@ def _adds(of: Any, o: Options) -> bool:
     return o.branch or o.dropout_p > 0.0 or any(t is not None for t in others)
 
 
-def empty_outputs(
-    x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], rows: int, contiguous: bool = False
-) -> list[Tensor]:
-    """kinds: of `records.outputs_of`; contiguous: x is known to be, which makes it cheaper."""
-    plain = x.dtype if contiguous else None
+def empty_outputs(x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], rows: int) -> list[Tensor]:
+    """kinds: of `records.outputs_of`."""
+    plain = x.dtype if x.is_contiguous() else None
     return [
         x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
         if numbers is not None
@@ -583,7 +577,7 @@ def forward(of: Inputs, o: Options) -> Callable[..., tuple]:
         x = i[0]
         M = x.numel() // N
         if buffers is None:
-            found = empty_outputs(x, kinds, M, x.is_contiguous())
+            found = empty_outputs(x, kinds, M)
         else:
             found = [buffers[name] if name in buffers else empty_outputs(x, [kind], M)[0] for name, kind in outputs.items()]
         written = complete((*found, None))
@@ -637,9 +631,8 @@ def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
     finish_blocks, finish_numbers = sums * -(-N // block_n), (block_p, block_n, facts.since_sm_90)
     rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
     board_words = index(exchange.RING) * exchange.turn_words(slices)
-    like = {"dz": "r", "dx": "r", "dx1": "r"} | {f"d{name}": name for name in (*ROWSCALES, *SCALARS)}
     names = names_of(asked)
-    kinds = [(BackwardInputs._fields.index(like[name]) if name in like else None, getattr(asked, name)) for name in names]
+    kinds = [(BackwardInputs._fields.index(_LIKE[name]) if name in _LIKE else None, getattr(asked, name)) for name in names]
     complete = kit.picker(Gradients._fields, names)
 
     def run(b: tuple) -> tuple:

@@ -282,7 +282,6 @@ def _trains(tensors: Iterable[Tensor | None]) -> bool:
 # Where they begin in `records.OPERANDS`.
 _WEIGHTS, _ROWSCALES, _SCALARS = (OPERANDS.index(names[0]) for names in (WEIGHTS, ROWSCALES, SCALARS))
 _STRIDED = torch.strided
-_TYPES = (float,) * 3 + (bool,) * 6  # of the numbers and flags of a request, mostly
 
 
 def plan_of(operands: tuple, request: tuple) -> "Plan | None":
@@ -305,10 +304,13 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
 
 def _key(operands: tuple, request: tuple) -> tuple | None:
     """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
-    # A plain number is hashed faster than a Norm.
-    key: list[Any] = [+request[0], +request[1], *request[2:]]
-    if tuple(map(type, request[2:11])) != _TYPES:  # 1.0 is equal to True, which the checks may accept
-        key += map(type, request)
+    key: list[Any] = [+request[0], +request[1], *request[2:]]  # a plain number is hashed faster than a Norm
+    _, _, scale, eps, p, zero_centered, prenorm, _, fp32, masks, statistics, _ = request
+    if not (
+        type(scale) is type(eps) is type(p) is float
+        and type(zero_centered) is type(prenorm) is type(fp32) is type(masks) is type(statistics) is bool
+    ):
+        key += map(type, request)  # 1.0 is equal to True, which the checks may accept
     rows: Any = None
     for field, t in enumerate(operands):
         if t is not None:

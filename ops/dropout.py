@@ -66,10 +66,6 @@ class Options(NamedTuple):
     mask: bool = False  # the mask is written, not what it leaves of x
 
 
-class Outputs(NamedTuple):
-    y: Tensor
-
-
 class Backward(NamedTuple):
     dy: Tensor
     seed: Tensor
@@ -78,13 +74,13 @@ class Backward(NamedTuple):
 class Dropout(kit.Op):
     """Its own backward, since dx = dropout(dy) with the same mask."""
 
-    name, Inputs, Options, Outputs, Backward = "dropout", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Backward = "dropout", Inputs, Options, Backward
 
     def function(self, given, o):
         return "seeded_dropout"
 
     def outputs(self, i, o):
-        return Outputs(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else i.x.dtype))
+        return kit.Output(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else i.x.dtype))
 
     def gradients(self, b, o, wanted):
         return self.Gradients(b.dy.new_empty(b.dy.shape), None)

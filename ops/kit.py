@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cache, partial, reduce
 from importlib import import_module
 from operator import itemgetter, or_
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, library
@@ -52,6 +52,12 @@ except RuntimeError as error:
 Run = Callable[[tuple], tuple]  # of tensors in the order of one record: tensors in the order of another
 
 
+class Output(NamedTuple):
+    """Outputs of an operator that returns one tensor."""
+
+    y: Tensor
+
+
 class Op:
     """An operator. What `start` and `start_backward` return is kept and called again for other tensors of the same kinds: the
     same ones there, on the same devices, of the same dtypes, and with the same `width`. The number of rows is no part of it."""
@@ -59,7 +65,7 @@ class Op:
     name: str
     Inputs: Any  # NamedTuple of tensors; the first is always there
     Options: Any  # NamedTuple of float, int, bool, torch.dtype and enums, with which all is said that is no tensor
-    Outputs: Any  # NamedTuple of tensors
+    Outputs: Any = Output  # NamedTuple of tensors
     # NamedTuple: the gradients "dX" of those outputs X that have one, first, then inputs and outputs that backward needs.
     Backward: Any
     Gradients: Any = None  # NamedTuple; by default a field "dX" for each input X

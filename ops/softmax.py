@@ -78,10 +78,6 @@ class Options(NamedTuple):
     log: bool
 
 
-class Outputs(NamedTuple):
-    y: Tensor
-
-
 class Backward(NamedTuple):
     dy: Tensor
     y: Tensor
@@ -89,13 +85,13 @@ class Backward(NamedTuple):
 
 
 class Softmax(kit.Op):
-    name, Inputs, Options, Outputs, Backward = "softmax", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Backward = "softmax", Inputs, Options, Backward
 
     def function(self, given, o):
         return "log_softmax_fn" if o.log else "softmax_fn"
 
     def outputs(self, i, o):
-        return Outputs(empty(i.x))
+        return kit.Output(empty(i.x))
 
     def gradients(self, b, o, wanted):
         return self.Gradients(wanted.dx and empty(b.y), wanted.dmask and b.mask.new_empty(b.mask.shape))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..reference import Norm
-from .rows import add_pairs
+from .rows import add_pairs, tanh
 
 LAYERNORM = tl.constexpr(Norm.layernorm.value)
 RMSNORM = tl.constexpr(Norm.rmsnorm.value)
@@ -93,15 +93,6 @@ def normalised(b, b_mean, b_rstd, NORM: tl.constexpr):
         tl.static_assert(NORM == LAYERNORM or NORM == RMSNORM, "unknown norm")
         b_xhat = deviation(b, b_mean, NORM) * b_rstd[:, None]
     return b_xhat
-
-
-@triton.jit
-def tanh(b):
-    """To 3e-7 of itself everywhere: 1 − 2 / (e²ᵇ + 1) loses digits near zero, where the Taylor series does not."""
-    b_square = b * b
-    b_series = b + b * b_square * (-1 / 3 + b_square * (2 / 15 + b_square * (-17 / 315 + b_square * (62 / 2835))))
-    b_far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(b)) + 1.0)
-    return tl.where(tl.abs(b) < 0.25, b_series, tl.where(b < 0.0, -b_far, b_far))
 
 
 @triton.jit

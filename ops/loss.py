@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -95,7 +94,7 @@ def cross_entropy_fn(
     if in_place:
         check_overwritable(name, logits, rows)
     if not kernels:
-        total, _ = plain_finish(plain_losses(rows, flat, options), flat, options)
+        total = plain_finish(plain_losses(rows, flat, options), flat, options)
     else:
         # The factor of the loss isn't known yet for a row's own, and in fp16 p / count is often 0.
         late = options.reduction == Reduction.none or logits.dtype == torch.float16
@@ -119,13 +118,13 @@ def linear_cross_entropy_fn(
 ) -> Tensor:
     """cross_entropy_fn(hidden @ weight.T, targets), with the gradients of hidden and weight computed at once.
 
-    The logits live only inside this call, so their gradient always takes their memory, also under torch.compile. Backward
+    On kernels the logits live only inside this call, so their gradient takes their memory, also under torch.compile. Backward
     multiplies the gradients of hidden and weight by its upstream gradient.
 
     Args:
         hidden: (..., K) in bf16, fp16, fp32, or fp64, in which no kernels but PyTorch's operations compute the loss.
         weight: (V, K). The product runs in autocast's dtype, or else in weight's.
-        chunks: the rows are taken in so many parts, so that 1 / chunks of the logits is there at a time.
+        chunks: kernels get the rows in so many parts, so that 1 / chunks of the logits is there at a time.
         reduction: "mean" or "sum".
         The others as for `cross_entropy_fn`.
 
@@ -148,10 +147,10 @@ def linear_cross_entropy_fn(
     check_targets(name, targets, hidden, "hidden")
     chunks = checks.as_size(name, "chunks", chunks, 1)
     dtype = product_dtype(weight)
+    kernels = runs_kernels(hidden.device) and dtype != torch.float64 and not transformed_by_func()
     rows, targets = checks.as_rows(hidden), targets.reshape(hidden.shape[:-1].numel())
-    if transformed_by_func() or hidden.device.type not in ("cpu", "cuda"):  # no operator there
-        losses = plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options)
-        return plain_finish(losses, targets, options)[0]
+    if not kernels:
+        return plain_finish(plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options), targets, options)
     return linear_cross_entropy(LinearInputs(rows, weight, targets), options._replace(chunks=chunks, dtype=dtype))[0]
 
 
@@ -310,12 +309,12 @@ class LinearCrossEntropy(kit.Op):
         return o._replace(needs_hidden=needs[0], needs_weight=needs[1])
 
     def outputs(self, i, o):
-        wide = torch.promote_types(o.dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones
+        fp32 = torch.float32  # of sums over all rows, in which bf16 would lose the small ones
         return LinearOutputs(
-            i.hidden.new_empty((), dtype=wide),
-            i.hidden.new_empty(1, dtype=wide),
+            i.hidden.new_empty((), dtype=fp32),
+            i.hidden.new_empty(1, dtype=fp32),
             i.hidden.new_empty(i.hidden.shape) if o.needs_hidden else None,
-            i.weight.new_empty(i.weight.shape, dtype=wide) if o.needs_weight else None,
+            i.weight.new_empty(i.weight.shape, dtype=fp32) if o.needs_weight else None,
         )
 
     def gradients(self, b, o, wanted):
@@ -323,12 +322,7 @@ class LinearCrossEntropy(kit.Op):
         return self.Gradients(*[None if dtype is None else torch.empty_like(t, dtype=dtype) for t, dtype in products], None)
 
     def start(self, i, o):
-        differentiates = o.needs_hidden or o.needs_weight
-        losses: Callable[..., Tensor] = partial(plain_losses, o=o, overwrites=differentiates)
-        finish: Callable[..., tuple] = plain_finish
-        if runs_kernels(i.hidden.device) and o.dtype != torch.float64:
-            losses = losses_of(len(i.weight), o.dtype, i.hidden.device, o, differentiates)
-            finish = finish_by_kernels
+        losses = losses_of(len(i.weight), o.dtype, i.hidden.device, o, o.needs_hidden or o.needs_weight)
 
         def run(i):
             hidden, weight, targets = i = LinearInputs(*i)
@@ -346,7 +340,8 @@ class LinearCrossEntropy(kit.Op):
                         dhidden[part] = logits @ weight
                     if dweight is not None:
                         _add_product(dweight, logits, h, first > 0)
-            total, scale = finish(torch.cat(found), targets, o)
+            scale = scale_of(targets, o)
+            total = reduced(torch.cat(found), scale, o)
             if scale is None:
                 scale = 1 / (targets != o.ignore_index).any().to(total.dtype).view(1)
             return total, scale, dhidden, dweight
@@ -502,12 +497,6 @@ def dense(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def finish_by_kernels(losses: Tensor, targets: Tensor, o: Options) -> tuple[Tensor, Tensor | None]:
-    """The reduced loss, and `scale_of` the targets."""
-    scale = scale_of(targets, o)
-    return reduced(losses, scale, o), scale
-
-
 def scale_of(targets: Tensor, o: Options) -> Tensor | None:
     """fp32 [1]: for the mean, 1 over the number of targets that count."""
     if o.reduction != Reduction.mean:
@@ -561,40 +550,21 @@ def _launcher(kernel: str, device: torch.device, dtypes: tuple, warps: int, *com
 
 
 # ---- reference ---------------------------------------------------------------------------------------------------------------
-# The formulas of `kernels.cross_entropy` in PyTorch's own operations, in fp32, or in fp64 for fp64 logits.
+# The formulas of `kernels.cross_entropy` in PyTorch's own operations, in fp32, or in fp64 for fp64 logits; differentiable.
 
 
-def plain_losses(logits: Tensor, targets: Tensor, o: Options, overwrites: bool = False) -> Tensor:
-    """[M], of logits [M, V]; 0 where the target is ignored. Differentiable, or the logits become the gradient of each."""
-    x = _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), o)
+def plain_losses(logits: Tensor, targets: Tensor, o: Options) -> Tensor:
+    """[M], of logits [M, V]; 0 where the target is ignored."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    x = o.softcap * torch.tanh(x / o.softcap) if o.softcap else x
     found = F.cross_entropy(x, targets.long(), ignore_index=o.ignore_index, reduction="none", label_smoothing=o.label_smoothing)
     if o.z_loss:
         found = found + (o.z_loss * torch.logsumexp(x, -1).square()).masked_fill(targets == o.ignore_index, 0.0)
-    if overwrites:
-        logits.copy_(plain_gradient(logits, targets, o))
     return found
 
 
-def plain_gradient(logits: Tensor, targets: Tensor, o: Options) -> Tensor:
-    """[M, V], of each row's loss: in fp32 or fp64."""
-    x = _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), o)
-    lse = torch.logsumexp(x, -1, keepdim=True)
-    counts = (targets != o.ignore_index)[:, None]
-    g = torch.softmax(x, -1) * (1 + 2 * o.z_loss * lse) - o.label_smoothing / x.shape[1]
-    column = targets.long()[:, None].where(counts, 0)
-    g.scatter_add_(1, column, g.new_full((), o.label_smoothing - 1.0).expand(column.shape))
-    if o.softcap:
-        g *= 1 - (x / o.softcap).square()
-    return g.masked_fill_(~counts, 0.0)
-
-
-def _capped(x: Tensor, o: Options) -> Tensor:
-    return o.softcap * torch.tanh(x / o.softcap) if o.softcap else x
-
-
-def plain_finish(losses: Tensor, targets: Tensor, o: Options) -> tuple[Tensor, Tensor | None]:
-    """[M], their sum, or their mean over the targets that count; and 1 / count for the mean, [1]."""
+def plain_finish(losses: Tensor, targets: Tensor, o: Options) -> Tensor:
+    """[M], their sum, or their mean over the targets that count."""
     if o.reduction != Reduction.mean:
-        return losses if o.reduction == Reduction.none else losses.sum(), None
-    count = (targets != o.ignore_index).sum().to(losses.dtype)
-    return losses.sum() / count, (1 / count).view(1)
+        return losses if o.reduction == Reduction.none else losses.sum()
+    return losses.sum() / (targets != o.ignore_index).sum()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -503,7 +504,9 @@ def scale_of(targets: Tensor, o: Options) -> Tensor | None:
         return None
     scale, M = targets.new_empty(1, dtype=torch.float32), len(targets)
     block = _line(M)
-    _start("count_targets_kernel", 1, (o.ignore_index, block), M, o.ignore_index, block, targets=targets, scale=scale)
+    _start("count_targets_kernel", 1, block // 512, (o.ignore_index, block), targets=targets, scale=scale)(
+        M, o.ignore_index, block
+    )
     return scale
 
 
@@ -513,7 +516,7 @@ def reduced(losses: Tensor, scale: Tensor | None, o: Options) -> Tensor:
         return losses
     total, M = losses.new_empty(()), len(losses)
     block = _line(M)
-    _start("sum_losses_kernel", 1, (block,), M, block, loss=losses, scale=scale, total=total)
+    _start("sum_losses_kernel", 1, block // 512, (block,), loss=losses, scale=scale, total=total)(M, block)
     return total
 
 
@@ -523,7 +526,7 @@ def multiply(rows: Tensor, factor: Tensor) -> None:
     block = min(4096, 1 << (V - 1).bit_length())
     blocks = -(-V // block)
     programs = blocks * min(M, max(1, PROGRAMS_PER_SM * kit.device_facts(rows.device).multiprocessors // blocks))
-    _start("scale_kernel", programs, (stride, V), stride, M, V, block, gradient=rows, dloss=factor)
+    _start("scale_kernel", programs, 8, (stride, V), gradient=rows, dloss=factor)(stride, M, V, block)
 
 
 def _line(M: int) -> int:
@@ -534,13 +537,11 @@ def _line(M: int) -> int:
 _ROWS = ("logits", "gradient")  # of Pointers, whose strides the kernels are told
 
 
-def _start(kernel: str, programs: int, compiled: tuple, *rest: Any, **pointers: Tensor | None) -> None:
-    """compiled: of the rest, what a kernel is compiled for; the block is the last of the rest."""
+def _start(kernel: str, programs: int, warps: int, compiled: tuple, **pointers: Tensor | None) -> Callable[..., None]:
+    """A function of the kernel's numbers, which starts it. compiled: those of them that it is compiled for."""
     p = kit.kernels("cross_entropy").Pointers(**pointers)
     device = next(t.device for t in pointers.values() if t is not None)
-    _launcher(kernel, device, kit.dtypes_of(p), 8 if kernel == "scale_kernel" else max(1, rest[-1] // 512), *compiled)(
-        programs, p, *rest
-    )
+    return partial(_launcher(kernel, device, kit.dtypes_of(p), max(1, warps), *compiled), programs, p)
 
 
 @kit.memoised

@@ -224,7 +224,11 @@ class CrossEntropy(kit.Op):
         return ["total"]
 
     def outputs(self, i, o):
-        shapes = {"total": i.targets.shape if o.reduction == Reduction.none else (), "stats": (i.logits.shape[0], 2), "scale": (1,)}
+        shapes = {
+            "total": i.targets.shape if o.reduction == Reduction.none else (),
+            "stats": (i.logits.shape[0], 2),
+            "scale": (1,),
+        }
         written = self.written((), o)
         return kit.fill(Outputs, written, [i.logits.new_empty(shapes[name], dtype=torch.float32) for name in written])
 

@@ -103,7 +103,7 @@ class Softmax(kit.Op):
         def run(i):
             x, mask = i
             y = empty(x)
-            launch(x, None, mask, y, o.scale)
+            launch(o.scale, x, mask, y)
             return (y,)
 
         return run
@@ -118,9 +118,9 @@ class Softmax(kit.Op):
             dy, y, mask = b
             dx = empty(y)
             if wanted.dmask is None:
-                launch(y, dy, mask if hides else None, dx, o.scale)
+                launch(o.scale, y, dy, mask if hides else None, dx)
                 return dx, None
-            launch(y, dy, None, dx, 1.0)
+            launch(1.0, y, dy, None, dx)
             dmask = dx.float().sum_to_size(mask.shape).to(wanted.dmask)
             return None if wanted.dx is None else dx * o.scale, dmask
 
@@ -171,11 +171,10 @@ def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool 
 
 
 def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_rows: Any) -> Callable[..., None]:
-    """For rows like x's, of tensors of which the widest has this itemsize: a function of what is read, the mask, what is
-    written and the scale. no_rows: what the kernel is told where there is no mask."""
-    kernels = kit.kernels("softmax")
-    N, device, vector, backward = x.shape[-1], x.device, 16 // itemsize, "dy" in record._fields
-    tile = softmax_tile(N, vector, backward, kit.device_facts(device).since_sm_90)
+    """For rows like x's, of tensors of which the widest has this itemsize: a function of the scale and the tensors of the
+    record. no_rows: what the kernel is told where there is no mask."""
+    kernels, N, device, vector = kit.kernels("softmax"), x.shape[-1], x.device, 16 // itemsize
+    tile = softmax_tile(N, vector, "dy" in record._fields, kit.device_facts(device).since_sm_90)
 
     @kit.memoised
     def made(mask_cols: int, *_: Any) -> tuple:
@@ -186,7 +185,8 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
 
     plain = made(1)
 
-    def launch(first: Tensor, second: Tensor | None, mask: Tensor | None, out: Tensor, scale: float) -> None:
+    def launch(scale: float, *tensors: Any) -> None:
+        *first, mask, out = tensors
         (start, how), rows, M = plain, no_rows, out.numel() // N
         if M == 0:
             return
@@ -195,8 +195,7 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
             rows = kernels.MaskRows(*numbers)
             # Triton compiles for what it sees of the numbers of a tuple.
             start, how = made(cols, *[(n == 1, n % 16 == 0, -(2**31) <= n < 2**31) for n in numbers])
-        tensors = (first, second, mask, out) if backward else (first, mask, out)
-        start(-(-M // tile.rows), tensors, rows, M, scale, tile.distance, how)
+        start(-(-M // tile.rows), (*first, mask, out), rows, M, scale, tile.distance, how)
 
     return launch
 

@@ -314,7 +314,7 @@ def _key(operands: tuple, request: tuple) -> tuple | None:
     rows: Any = None
     for field, t in enumerate(operands):
         if t is not None:
-            if type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg():  # `is_plain`, without a call
+            if type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg():  # not plain, see `is_eager`
                 return None
             shape, dtype = t.shape, t.dtype
             if rows is None:  # x

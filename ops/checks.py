@@ -53,8 +53,8 @@ def check_operands(
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """[M, N] of (..., N). Where t is empty, PyTorch doesn't know what -1 would be."""
-    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    """[M, N] of (..., N). Where t is empty, PyTorch doesn't know what -1 of a reshape would be."""
+    return t.flatten(0, -2) if t.dim() > 1 else t[None]
 
 
 def check_operand(name: str, argument: str, t: Tensor, x: Tensor, accepted: Sequence[torch.dtype], of: str = "x") -> None:

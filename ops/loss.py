@@ -90,7 +90,7 @@ def cross_entropy_fn(
     checks.check_dtype(name, "logits", logits, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_targets(name, targets, logits, "logits")
     (in_place,) = checks.as_flags(name, in_place=in_place).values()
-    rows, flat = checks.as_rows(logits), targets.reshape(logits.shape[:-1].numel())
+    rows, flat = checks.as_rows(logits), targets.flatten()
     in_place = in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
     if in_place:
         check_overwritable(name, logits, rows)
@@ -149,7 +149,7 @@ def linear_cross_entropy_fn(
     chunks = checks.as_size(name, "chunks", chunks, 1)
     dtype = product_dtype(weight)
     kernels = runs_kernels(hidden.device) and dtype != torch.float64 and not transformed_by_func()
-    rows, targets = checks.as_rows(hidden), targets.reshape(hidden.shape[:-1].numel())
+    rows, targets = checks.as_rows(hidden), targets.flatten()
     if not kernels:
         return plain_finish(plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options), targets, options)
     return linear_cross_entropy(LinearInputs(rows, weight, targets), options._replace(chunks=chunks, dtype=dtype))[0]

@@ -133,16 +133,13 @@ def rotary_forward_kernel(p, T, q_tiles, table_rows, eps, x_batch, x_token, k_ba
     else:
         program -= q_tiles
         o = HOW.KV_HEADS * HOW.D
-        if HOW.PACKED:
-            turn_tile(
-                p.x + HOW.HEADS * HOW.D, x_batch, x_token, HOW.HEAD_STRIDES[0], p.k_weight, p.k_bias, p.k_out, o, p, program,
-                T, table_rows, eps, HOW.KV_HEADS, HOW,
-            )  # fmt: skip
-        else:
-            turn_tile(
-                p.k, k_batch, k_token, HOW.HEAD_STRIDES[1], p.k_weight, p.k_bias, p.k_out, o, p, program, T, table_rows, eps,
-                HOW.KV_HEADS, HOW,
-            )  # fmt: skip
+        p_k = p.x + HOW.HEADS * HOW.D if HOW.PACKED else p.k
+        batch = x_batch if HOW.PACKED else k_batch
+        token = x_token if HOW.PACKED else k_token
+        turn_tile(
+            p_k, batch, token, HOW.HEAD_STRIDES[0 if HOW.PACKED else 1], p.k_weight, p.k_bias, p.k_out, o, p, program, T,
+            table_rows, eps, HOW.KV_HEADS, HOW,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -213,19 +210,15 @@ def rotary_backward_kernel(
         )  # fmt: skip
     else:
         mine = program - Q_PARTS * q_programs
-        if HOW.PACKED:
-            p_k = None if p.x is None else p.x + o_k
-            turn_back(
-                p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p_k, x_batch, x_token, HOW.HEAD_STRIDES[3], p.k_weight,
-                p.dx + o_k, o_dx, p, mine % k_programs, k_programs, mine // k_programs, program, B, T, table_rows, eps,
-                HOW.KV_HEADS, HOW,
-            )  # fmt: skip
-        else:
-            turn_back(
-                p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p.k, k_batch, k_token, HOW.HEAD_STRIDES[4], p.k_weight,
-                p.dk_in, HOW.KV_HEADS * HOW.D, p, mine % k_programs, k_programs, mine // k_programs, program, B, T,
-                table_rows, eps, HOW.KV_HEADS, HOW,
-            )  # fmt: skip
+        p_k = p.k if not HOW.PACKED or p.x is None else p.x + o_k
+        p_dk = p.dx + o_k if HOW.PACKED else p.dk_in
+        batch = x_batch if HOW.PACKED else k_batch
+        token = x_token if HOW.PACKED else k_token
+        turn_back(
+            p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p_k, batch, token, HOW.HEAD_STRIDES[3 if HOW.PACKED else 4],
+            p.k_weight, p_dk, o_dx if HOW.PACKED else HOW.KV_HEADS * HOW.D, p, mine % k_programs, k_programs,
+            mine // k_programs, program, B, T, table_rows, eps, HOW.KV_HEADS, HOW,
+        )  # fmt: skip
     if HOW.PACKED:
         o_v = (HOW.HEADS + HOW.KV_HEADS) * HOW.D
         at = first_tile(program, T, HOW.KV_HEADS, HOW)

@@ -497,7 +497,7 @@ class Launcher:
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
         self.internals = internals()
-        self.runtime = self.internals.knobs.runtime if self.internals else None
+        self.runtime: Any = self.internals.knobs.runtime if self.internals else None
         in_use = self.internals.driver.active if self.internals and self.index is not None else None
         self.current_stream: Callable = in_use.get_current_stream if in_use else int
         self.again: tuple[Callable[..., None], tuple] | None = None  # `start_of` the variant for aligned pointers

@@ -518,8 +518,7 @@ class Launcher:
             with torch.cuda.device(self.index):
                 return self(programs, tensors, *rest)
         again = self.again
-        runtime = self.runtime
-        if again is not None and not (called(runtime.launch_enter_hook) or called(runtime.launch_exit_hook)):
+        if again is not None and not observed(self.runtime):
             there = self.there(tensors)
             pointers = tuple(map(Tensor.data_ptr, there))
             if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
@@ -539,9 +538,10 @@ class Launcher:
             self.again = start_of(compiled)
 
 
-def called(hook: Any) -> bool:
-    """Whether a profiler wants to hear of launches. hook: one of Triton's, a chain of them, or None."""
-    return hook is not None and bool(getattr(hook, "calls", hook))
+def observed(runtime: Any) -> bool:
+    """Whether a profiler wants to hear of launches. runtime: Triton's knobs of it."""
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @cache

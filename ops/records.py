@@ -1,6 +1,5 @@
 """The records that a call of the norm hands from the public functions to the kernels. All code takes their fields by name."""
 
-from collections import namedtuple
 from collections.abc import Collection
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -100,16 +99,30 @@ class BackwardInputs(NamedTuple):
     seed: Tensor | None
 
 
+class Gradients(NamedTuple):
+    """The tensors, or where they are asked for their dtypes; None: not wanted."""
+
+    dz: torch.dtype | None  # shape of r; the gradient of the residual, and of every input that nothing scales
+    dx: torch.dtype | None  # shape of r
+    dx1: torch.dtype | None
+    drowscale: torch.dtype | None  # shape of rowscale
+    drowscale1: torch.dtype | None
+    dscalars: torch.dtype | None  # shape of scalars
+    dbranch_scalars: torch.dtype | None
+    dweight: torch.dtype | None  # (N,), as are the others
+    dbias: torch.dtype | None
+    dweight1: torch.dtype | None
+    dbias1: torch.dtype | None
+    dbranch_weight: torch.dtype | None
+    dbranch_bias: torch.dtype | None
+
+
 # The inputs by their shapes: that of x, one element for each row of x, the scalars of a norm; those of WEIGHTS have (N,).
 ROWS = ("x", "residual", "x1")
 ROWSCALES = ("rowscale", "rowscale1")
 SCALARS = ("scalars", "branch_scalars")
 OPERANDS = Inputs._fields[:-1]  # all but the seed
 WEIGHTS = tuple(name for name in OPERANDS if name not in (*ROWS, *ROWSCALES, *SCALARS))
-
-# Of the inputs, in their shapes, or where they are asked for their dtypes; None: not wanted. dz has the shape of r: it is the
-# gradient of the residual, and of every input that nothing scales.
-Gradients = namedtuple("Gradients", ["dz", *[f"d{name}" for name in ("x", "x1", *ROWSCALES, *SCALARS, *WEIGHTS)]])  # type: ignore[misc]
 
 # ---- what the kernels write ------------------------------------------------------------------------------------------------
 

@@ -66,8 +66,8 @@ RECORDS = (
         5,
     ),
     Record(
-        "gpt2_mlp",
-        f"{GPT2} model.dropout=0.0 ablate.switch=mlp ablate.arms=[torch,compiled,fused] ablate.graph=true ablate.cycles=6",
+        "llama_mlp",
+        f"{LLAMA} model.dropout=0.0 ablate.switch=mlp ablate.cycles=6",
         3,
     ),
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre ablate.cycles=6", 8),

@@ -168,10 +168,11 @@ class MlpActivation(kit.Op):
         packed = o.gated and b.value is None
         sums = (wanted.dbias is not None, (wanted.dbias if packed else wanted.dvalue_bias) is not None)
         itemsize = max(t.itemsize for t in b[:3] if t is not None)
-        variant, blocks = _variant(Inputs(*b[1:]), o, N, itemsize, STAGES=STAGES if any(sums) else 1, WANTED=sums)
+        variant, blocks = _variant(Inputs(*b[1:]), o, N, itemsize, WANTED=sums)
         launch = kit.Launcher(
-            kernels.activation_backward_kernel, kernels.BackwardPointers, device, strided=("x", "value"), num_warps=WARPS
-        )
+            kernels.activation_backward_kernel, kernels.BackwardPointers, device, strided=("x", "value"), num_warps=WARPS,
+            maxnreg=MOST_REGISTERS if any(sums) else None,
+        )  # fmt: skip
         most_groups = max(1, kit.device_facts(device).multiprocessors * PROGRAMS // blocks)
         tile_rows, steps = _plain(variant.ROWS), _steps(variant)
 
@@ -201,8 +202,9 @@ mlp_activation = MlpActivation()
 
 WARPS = 4
 TILE = 2  # vectors of a tensor in a thread
-PROGRAMS = 8  # on each multiprocessor, of a backward that sums up
-STAGES = 2
+# Of a backward that sums up, on each multiprocessor, where all must find registers at once: what comes later is as long again.
+PROGRAMS = 4
+MOST_REGISTERS = 128
 
 
 def _variant(i: Inputs, o: Options, N: int, itemsize: int, **more: Any) -> tuple[Any, int]:
@@ -211,7 +213,9 @@ def _variant(i: Inputs, o: Options, N: int, itemsize: int, **more: Any) -> tuple
     block_n = min(1024, max(16, 1 << (N - 1).bit_length()))
     while block_n > 128 and -(-N // block_n) * block_n > 1.1 * N:  # columns of a tile that are not there
         block_n //= 2
-    rows = max(1, 32 * WARPS * TILE * vector // block_n)
+    sums = any(more.get("WANTED", ()))
+    tile = 2 * TILE if sums and not o.gated else TILE
+    rows = max(1, 32 * WARPS * tile * vector // block_n)
     steps = (_step(i.x), 1 if i.value is None else _step(i.value))
     packed = o.gated and i.value is None
     variant = kit.kernels("activation").ActivationVariant(

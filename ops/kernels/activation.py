@@ -33,7 +33,6 @@ class ActivationVariant(Constants):
     VECTOR: int  # neighbouring columns in a thread
     X_STEP: int  # rows of x lie a multiple of so many elements apart
     VALUE_STEP: int
-    STAGES: int = 1  # tiles in flight
     WANTED: tuple[bool, bool] = (False, False)  # the sums that backward makes: of dx, of dvalue
 
 
@@ -77,7 +76,7 @@ def activation_backward_kernel(p, M, x_steps, value_steps, tiles, groups, VARIAN
     b_sum = tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32)
     b_value_sum = tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32)
     group = tl.program_id(0) // column_blocks(VARIANT)
-    for tile in tl.range(group, tiles, groups, num_stages=VARIANT.STAGES):
+    for tile in tl.range(group, tiles, groups):
         rows, m = tile_rows(tile, cols, M, VARIANT)
         b_dy = widen(tl.load(p.dy + rows[:, None] * VARIANT.N + cols[None, :], mask=m, other=0.0))
         b_x, b_value = load_arguments(p, rows, cols, m, x_steps, value_steps, VARIANT)

@@ -287,7 +287,7 @@ class Rotary(kit.Op):
             B, T, layout, strides = _laid_out(where, angles, len(where[0][0]) - (2 if packed else 3), D, o.heads)
             start, how = compiled(layout)
             q_tiles, k_tiles = q_parts * B * -(-T * q_shared // rows_of_tile), k_parts * B * -(-T * k_shared // rows_of_tile)
-            return start, q_tiles + k_tiles, (T, q_tiles, _table_rows(angles), o.eps, *strides, how)
+            return start, q_tiles + k_tiles, (T, q_tiles, angles[0][0] if angles else 0, o.eps, *strides, how)
 
         def run(i):
             x, k, cos, sin, *small = i
@@ -327,7 +327,7 @@ class Rotary(kit.Op):
                 # As many for each part as its share of the tiles, so that all end at the same time.
                 share = most_programs / max(1, q_parts * q_programs + k_parts * k_programs)
                 q_programs, k_programs = [min(n, max(1, round(n * share))) for n in (q_programs, k_programs)]
-            numbers = (B, T, q_programs, k_programs, _table_rows(angles), o.eps, *strides, how)
+            numbers = (B, T, q_programs, k_programs, angles[0][0] if angles else 0, o.eps, *strides, how)
             programs = q_parts * q_programs + k_parts * k_programs
             return start, programs, numbers, finish, (q_programs, k_programs, 256, block, how)
 
@@ -490,10 +490,6 @@ def _distance(shape: Sequence[int], strides: Sequence[int]) -> int:
     if any(outer != n * inner for (_, outer), (n, inner) in pairwise(there)):
         raise Irregular
     return there[-1][1] if there else 0
-
-
-def _table_rows(angles: tuple | None) -> int:
-    return 0 if angles is None else angles[0][0]
 
 
 def _variant(

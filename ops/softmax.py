@@ -91,10 +91,10 @@ class Softmax(kit.Op):
         return "log_softmax_fn" if o.log else "softmax_fn"
 
     def outputs(self, i, o):
-        return kit.Output(empty(i.x))
+        return kit.Output(i.x.new_empty(i.x.shape))
 
     def gradients(self, b, o, wanted):
-        return self.Gradients(wanted.dx and empty(b.y), wanted.dmask and b.mask.new_empty(b.mask.shape))
+        return self.Gradients(wanted.dx and b.y.new_empty(b.y.shape), wanted.dmask and b.mask.new_empty(b.mask.shape))
 
     def start(self, i, o):
         kernels = kit.kernels("softmax")
@@ -102,7 +102,7 @@ class Softmax(kit.Op):
 
         def run(i):
             x, mask = i
-            y = empty(x)
+            y = x.new_empty(x.shape)
             launch(o.scale, x, mask, y)
             return (y,)
 
@@ -116,7 +116,7 @@ class Softmax(kit.Op):
 
         def run(b):
             dy, y, mask = b
-            dx = empty(y)
+            dx = y.new_empty(y.shape)
             if wanted.dmask is None:
                 launch(o.scale, y, dy, mask if hides else None, dx)
                 return dx, None
@@ -128,10 +128,6 @@ class Softmax(kit.Op):
 
 
 softmax = Softmax()
-
-
-def empty(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 # ---- launch ------------------------------------------------------------------------------------------------------------------

@@ -343,32 +343,26 @@ class Call:
     def gradients(self, needs: tuple[bool, ...], there: tuple) -> tuple:
         """Of the inputs that there are, those that autograd needs. there: the upstream gradients, and what was kept."""
         # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
-        kinds = kinds_of(there) if is_eager(()) else None
+        kinds, b = kinds_of(there) if is_eager(()) else None, self.backward((*there, None))
         if kinds is None:
-            return self._backward(needs, there, eager=False)(there)
-        key = self, needs, kinds
-        run = recall(key) or remember(key, self._backward(needs, there, eager=True))
-        return run(there)
+            run, pick = self._backward(needs, b, eager=False)
+        else:
+            key = self, needs, kinds
+            run, pick = recall(key) or remember(key, self._backward(needs, b, eager=True))
+        return pick((*run(b), *b, None))
 
-    def _backward(self, needs: tuple[bool, ...], there: tuple, eager: bool) -> Run:
+    def _backward(self, needs: tuple[bool, ...], b: tuple, eager: bool) -> tuple[Run, Run]:
+        """From Backward to Gradients, and from both, one behind the other, to what `gradients` returns."""
         op, o, needed = self.op, self.o, {name for name, need in zip(self.given, needs, strict=True) if need}
-        complete = self.backward
-        b = op.Backward._make(complete((*there, None)))
+        b = op.Backward._make(b)
         given = names_of(b)
         wanted, sources = op.wanted(self.of, o, tuple([name in needed for name in op.Inputs._fields]), given)
         names = [sources[name] if name in needed else None for name in self.given]
         pick = picker(names, (*op.Gradients._fields, *op.Backward._fields))
         if eager:
-            run = op.start_backward(b, o, wanted)
-        else:
-            written, text = names_of(wanted), encode(given, o, wanted)
-            run = lambda b: fill(op.Gradients, written, op.backward_op(present(b), text))  # noqa: E731
-
-        def gradients(there: tuple) -> tuple:
-            b = complete((*there, None))
-            return pick((*run(b), *b, None))
-
-        return gradients
+            return op.start_backward(b, o, wanted), pick
+        written, text = names_of(wanted), encode(given, o, wanted)
+        return lambda b: fill(op.Gradients, written, op.backward_op(present(b), text)), pick
 
 
 def refused(function: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

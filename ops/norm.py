@@ -541,7 +541,9 @@ def empty_outputs(x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], ro
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous. Of the ways to allocate a tensor of two dimensions, the one that costs the host least."""
+    """Contiguous. Of the ways to allocate a tensor of two dimensions, those that cost the host least."""
+    if like.dtype is dtype and like.is_contiguous():
+        return torch.empty_like(like)
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 

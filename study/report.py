@@ -103,15 +103,10 @@ def finding(arm: ArmReport, base: ArmReport) -> str:
 
 def bounded(of: Interval) -> str:
     """0.010 (0.001 to 0.019). An arm that is not tuned may gain without a bound."""
-    if math.isfinite(of.low) and math.isfinite(of.high):
+    low, high = math.isfinite(of.low), math.isfinite(of.high)
+    if low and high:
         return interval_text(of, 4)
-    end = (
-        f"at most {of.high:.4f}"
-        if math.isfinite(of.high)
-        else f"at least {of.low:.4f}"
-        if math.isfinite(of.low)
-        else "no bound"
-    )
+    end = f"at most {of.high:.4f}" if high else f"at least {of.low:.4f}" if low else "no bound"
     return f"{of.median:.4f} ({end})".replace("-", "−")
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +15,7 @@ from measure.statistics import Interval
 from measure.tables import NOTHING, interval_text, number
 from study import plots
 from study.analysis import ArmReport, Report
-from study.arms import Arm, Study
+from study.arms import Study
 from study.runs import RACE, SEARCH, Found
 
 Row = dict[str, str]  # cells by the heading of their column
@@ -43,7 +44,7 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         tables.markdown(*table(made)),
         *([tables.section("Every pair", _markdown(_pairs(made)))] if made.pairs else []),
         *([tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]))] if found.times else []),
-        tables.section("All runs of the search", _markdown([_runs(found, arm) for arm in study.arms])),
+        tables.section("All runs of the search", _markdown(_runs(found, [arm.name for arm in study.arms]))),
         tables.section("Environment", tables.environment(facts | {"runs by revision": revisions(found)})),
     ]
     replace_text(folder / "report.md", "\n\n".join(parts) + "\n")
@@ -186,20 +187,24 @@ def _time(made: Report, arm: ArmReport) -> Row:
     return row
 
 
-def _runs(found: Found, arm: Arm) -> Row:
-    """The last loss of every run that chose the rate, and the spikes and gradient norms of the arm."""
-    runs = found.of(arm.name, SEARCH)
-    rates = sorted({run.rate for run in found.of(arm.name, RACE, SEARCH)})
+def _runs(found: Found, names: Sequence[str]) -> list[Row]:
+    """The last loss of every run that chose the rates, and the spikes and gradient norms of each arm."""
+    rates = sorted({run.rate for name in names for run in found.of(name, RACE, SEARCH)})
 
-    def losses(rate: float) -> str:
-        ended = found.of(arm.name, SEARCH, rate=rate)
-        said = [f"{run.last:.3f}" + "*" * found.failed(run) for run in ended or found.of(arm.name, RACE, rate=rate)]
-        return " / ".join(said) + ("" if ended else "°")
+    def losses(name: str, rate: float) -> str:
+        ended = found.of(name, SEARCH, rate=rate)
+        runs = ended or found.of(name, RACE, rate=rate)
+        said = [f"{run.last:.3f}" + "*" * found.failed(run) for run in runs]
+        return " / ".join(said) + "°" * bool(runs and not ended) or NOTHING
 
-    norms = [run.grad_norm for run in runs if run.grad_norm is not None]
-    return {
-        "arm (* failed, ° at the end of the race)": arm.name,
-        **{f"{rate:g}": losses(rate) for rate in rates},
-        "spikes": str(sum(run.spikes for run in runs)),
-        "gradient norm": f"{fmean(norms):.2f}" if norms else NOTHING,
-    }
+    def row(name: str) -> Row:
+        runs = found.of(name, SEARCH)
+        norms = [run.grad_norm for run in runs if run.grad_norm is not None]
+        return {
+            "arm (* failed, ° at the end of the race)": name,
+            **{f"{rate:g}": losses(name, rate) for rate in rates},
+            "spikes": str(sum(run.spikes for run in runs)),
+            "gradient norm": f"{fmean(norms):.2f}" if norms else NOTHING,
+        }
+
+    return [row(name) for name in names]

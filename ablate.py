@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cfg = variants[0].cfg
         if cfg.ablate.processes > 1:
             with place(cfg, "ablate.py") as folder:
-                return processes.ablate(arguments, cfg.ablate.processes, folder)
+                return processes.ablate(sys.argv[1:], cfg.ablate.processes, folder)
         works = [prepare(variant) for variant in variants]
         with place(cfg, "ablate.py") as folder:
             device = torch.device(machine.inspect(cfg.device).device)
@@ -122,13 +122,13 @@ def prepare(variant: Variant) -> Work:
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         with torch.device("meta"):
-            model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss)
+            model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss, cfg.mlp)
     if cfg.init_from:
         export.load(model.to_empty(device="cpu"), cfg.init_from, corpus.tokenizer)
     if cfg.ablate.nanogpt:
         off = nanogpt.check_same_model(nanogpt.load(cfg.ablate.nanogpt), cfg, model.vocab_size)
         show(f"nanoGPT's model and ours compute the same: loss and gradients in fp64 agree to {off:.0e}")
-    held = f"loss.impl={cfg.loss.impl}" if cfg.ablate.switch is Switch.norm else f"norm.impl={cfg.norm.impl}"
+    held = ", ".join(f"{switch.key}={getattr(cfg, switch).impl}" for switch in Switch if switch is not cfg.ablate.switch)
     # A smaller vocabulary and a smaller batch give the norms a larger share of the time.
     size = [
         f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of {model.vocab_size:,};",
@@ -240,7 +240,9 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
     cell = replace(
         cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, *cell.controls)
     )
-    return profiled(cell, arms) if work.precision.device.type == "cuda" else cell
+    # Activations are a part of the kinds of work, and no kind of their own.
+    known = work.precision.device.type == "cuda" and cfg.ablate.switch is not Switch.mlp
+    return profiled(cell, arms) if known else cell
 
 
 def arms_of(work: Work, mode: str) -> dict[str, Arm]:

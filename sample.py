@@ -52,7 +52,7 @@ def sample(
     tokenizer = Tokenizer.load(stored.path / checkpoint.TOKENIZER)
     ids = encode_prompt(tokenizer, prompt, key="--prompt")
 
-    model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size, cfg.loss)
+    model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size, cfg.loss, cfg.mlp)
     checkpoint.load_weights(model, stored)
     model.to(on.device)
     return continue_text(model, tokenizer, ids, options, seed, torch.device(on.device), samples, seen)

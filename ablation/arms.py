@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from configs import Config
-from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch
+from configs.schema import DropoutMasks, LossImpl, MlpImpl, NormImpl, Switch
 from data import Batches, Tokenizer
 from measure.comparison import TWIN
 from model import GPT
@@ -61,6 +61,8 @@ def switched(cfg: Config, arm: str) -> Config:
             cfg.norm.impl = NormImpl(impl)
         case Switch.loss:
             cfg.loss.impl = LossImpl(impl)
+        case Switch.mlp:
+            cfg.mlp.impl = MlpImpl(impl)
         case _:
             assert_never(cfg.ablate.switch)
     return cfg

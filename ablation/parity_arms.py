@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from data import Batches, Tokenizer
 from measure.comparison import TORCH
 from model import loss as losses
 from model.attention import QueryKeySite
+from model.mlp import MLP
 from model.norm import How, Normalise, NormSite
 from ops import seeded_dropout
 from training.precision import MixedPrecision
@@ -29,7 +31,7 @@ def parity_arms(
 ) -> dict[str, Arm]:
     """The reference, torch, the tested values of the switch, and torch in other orders of sums."""
     cfg = copy.deepcopy(cfg)
-    if cfg.ablate.switch is Switch.loss:
+    if cfg.ablate.switch is not Switch.norm:
         cfg.norm.impl = NormImpl.torch  # in all arms, since kernels have no fp64
     # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
     exact = MixedPrecision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
@@ -86,17 +88,24 @@ def row_sites(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def reorder(arm: Arm, number: int) -> None:
-    """Makes what is compared sum in another order: the norm sites their rows and the gradients of their weights, or the loss
-    the exponentials of a row and the losses of rows.
+    """Makes what is compared sum in another order: the norm sites their rows and the gradients of their weights, the loss the
+    exponentials of a row and the losses of rows, or the MLPs the gradients of their weights and biases.
 
     A norm does not depend on the order of a row's features, nor of the rows; its rounding does. So this changes what PyTorch's
     norms give exactly as much as any other correct program for them may. The same holds of the loss and its logits.
     """
-    if arm.cfg.ablate.switch is Switch.loss:
-        arm.update.forward = partial(_with_reordered_loss, arm.update.forward, number)
-    else:
-        for site in norm_sites(arm.state.model).values():
-            site._norm = partial(_reordered, site._norm, number)
+    match arm.cfg.ablate.switch:
+        case Switch.norm:
+            for site in norm_sites(arm.state.model).values():
+                site._norm = partial(_reordered, site._norm, number)
+        case Switch.loss:
+            arm.update.forward = partial(_with_reordered_loss, arm.update.forward, number)
+        case Switch.mlp:
+            for module in arm.state.model.modules():
+                if isinstance(module, MLP):
+                    module.forward = partial(_with_reordered_rows, module.forward, number)  # type: ignore[method-assign]
+        case _:
+            assert_never(arm.cfg.ablate.switch)
 
 
 def _with_reordered_loss(forward: Callable[..., Tensor], number: int, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -125,6 +134,12 @@ def _reordered(
         return norm(rows, *weights, how, scalars)
 
     return in_another_order(in_order, r, number)
+
+
+def _with_reordered_rows(forward: Callable[[Tensor], Tensor], number: int, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    order = shuffled(rows.shape[0], x.device, number)
+    return forward(rows[order])[order.argsort()].view(x.shape)
 
 
 def double(model: nn.Module) -> None:

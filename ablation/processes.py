@@ -16,36 +16,42 @@ from typing import Any
 
 import numpy as np
 
-from measure.comparison import TWIN, is_twin
+from measure.comparison import TWIN, differs, is_twin, reach
 from measure.files import json_text, relative, replace_text
 from measure.sources import ROOT
 from measure.statistics import Interval, mean_interval
 from measure.tables import capital, interval_text, label, markdown, wrapped
 from training.interrupt import show
 
-PARITY_FAILS = 1  # exit code
 REPORT = "report.json"
 
 
 def ablate(arguments: Sequence[str], count: int, folder: Path) -> int:
-    """Runs the processes that the folder lacks, and writes report.md and report.json. Returns the exit code: that of the first
-    process that failed, or of parity."""
-    codes, reports = [], []
+    """Runs the processes that the folder lacks, and writes report.md and report.json.
+
+    Args:
+        arguments: of the command, with its options.
+
+    Returns:
+        The exit code: that of the first process that did not finish; else 1 if parity fails.
+    """
+    reports: list[dict[str, Any]] = []
     for number in range(1, count + 1):
         place = folder / f"process_{number}"
         keys = [f"folder={place}", "resume=auto", "ablate.processes=1", "logging.wandb=disabled"]
         keys += ["ablate.parity_seeds=0"] if number > 1 else []
         show(f"process {number} of {count}")
-        codes.append(subprocess.run([sys.executable, str(ROOT / "ablate.py"), *arguments, *keys]).returncode)
-        if codes[-1] not in (0, PARITY_FAILS):
-            return codes[-1]
-        reports.append(json.loads((place / REPORT).read_text("utf-8")))
+        code = subprocess.run([sys.executable, str(ROOT / "ablate.py"), *arguments, *keys]).returncode
+        reports += [json.loads((place / REPORT).read_text("utf-8"))] if (place / REPORT).is_file() else []
+        # 1 is the exit code of a full disk too, which leaves a part of a report or none
+        if code not in (0, 1) or len(reports) < number or reports[-1]["unfinished"]:
+            return code
     command, found = shlex.join(["python", "ablate.py", *arguments]), speedups(reports)
     replace_text(folder / REPORT, json_text({"command": command, "pairs": found}, indent=1) + "\n")
     words = report(found, reports)
     replace_text(folder / "report.md", f"{words}\n\n## Command\n\n```\n{command}\n```\n")
     show(f"{words}\n\nreport: {relative(folder)}/report.md")
-    return max(codes)
+    return 0 if all(one["holds"] for one in reports[0]["parity"]) else 1
 
 
 def speedups(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,13 +75,9 @@ def report(found: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]) -
         title, subject = label(cell["overrides"], cell["mode"]), cell["subject"]
         own = [one for one in found if one["cell"] == title]
         fastest = min((one for one in own if one["arm"] == subject), key=lambda one: one["speedup"]["median"])
-        over, reach = Interval(**fastest["speedup"]), 0.0
-        for one in own:
-            if is_twin(one["arm"]):
-                reach = max(reach, *(abs(one["speedup"][end] - 1) for end in ("low", "high")))
+        over, noise = Interval(**fastest["speedup"]), reach(Interval(**one["speedup"]) for one in own if is_twin(one["arm"]))
         words = f"{subject} {interval_text(over)} × as fast as {fastest['base']}, the fastest other arm"
-        different = not over.holds(1.0) and abs(over.median - 1) > reach
-        said.append(f"- {capital(title)}: {'' if different else 'no difference found: '}{words}.")
+        said.append(f"- {capital(title)}: {'' if differs(over, noise) else 'no difference found: '}{words}.")
         said[-1] += f" Between processes its standard deviation is {np.std(fastest['processes'], ddof=1):.4f}."
     said += [f"- Parity, {one['arm']}: {one['verdict']}" for one in reports[0]["parity"]]
     rows = [

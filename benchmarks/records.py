@@ -29,7 +29,7 @@ from measure.tables import aligned
 from training.storage import MARK
 
 GPT2 = "ablate.py model=gpt2 model.vocab_size=50304 train.batch_size=32 ablate.parity_seeds=0"
-LLAMA, GEMMA, MEDIUM = (GPT2.replace("model=gpt2", f"model={name}") for name in ("llama", "gemma", "gpt2_medium"))
+LLAMA, GEMMA = (GPT2.replace("model=gpt2", f"model={name}") for name in ("llama", "gemma"))
 CHAR = "ablate.py experiment=shakespeare_char"
 PARITY_FAILS = 1  # exit code of ablate.py: a record all the same
 # Files of an ablation that nobody reads again, and that are large.
@@ -65,16 +65,21 @@ RECORDS = (
         "ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT",
         5,
     ),
+    Record(
+        "llama_mlp",
+        f"{LLAMA} model.dropout=0.0 ablate.switch=mlp ablate.cycles=6",
+        3,
+    ),
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre ablate.cycles=6", 8),
     Record("shakespeare_char", CHAR, 5),
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 3),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
+    Record("activation", "-m benchmarks.activation", 2),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),
     Record("adoption", "-m benchmarks.adoption", 3),
     Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 2),
     Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=18 ablate.parity_seeds=0", 3),
-    Record("gpt2_medium", f"{MEDIUM} model.dropout=0.1 ablate.cycles=6 ablate.compile=false", 3),
 )
 
 

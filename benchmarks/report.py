@@ -11,7 +11,8 @@ from measure.plots import ARMS, DPI, GREY, bare, finish, legend_below, pyplot
 from measure.tables import NOTHING, aligned, compact_markdown, machine
 
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
-    "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy"
+    "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy",
+    "gelu": "GELU", "bias_gelu": "bias + GELU", "swiglu": "SwiGLU", "bias_geglu": "bias + GEGLU",
 }  # fmt: skip
 UNTOLD = ("asked_rows", "bytes", "copy_gb_per_s", "p10", "p90", "gb_per_s", "sets")  # on a terminal
 File = dict[str, Any]  # of results

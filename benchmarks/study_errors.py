@@ -55,7 +55,7 @@ class Kind:
 EQUAL, ONE_NOISY = (SPREAD,) * 6, (6 * SPREAD, *(SPREAD,) * 5)
 TWICE, THRICE = (2 * SPREAD,) * 5 + (SPREAD,), (3 * SPREAD,) * 5 + (SPREAD,)
 KINDS = (
-    *(Kind("equal spreads", (SPREAD,) * arms, seeds) for arms, seeds in product((1, 2, 6), (3, 5, 8))),
+    *(Kind("equal spreads", (SPREAD,) * arms, seeds) for arms, seeds in product((1, 2, 6), (3, 4, 5, 8))),
     *(Kind("one arm six times as noisy", ONE_NOISY[: arms or 1], seeds) for arms, seeds in product((1, 6), (3, 5, 8))),
     *(Kind("all but the last twice as noisy", TWICE, seeds) for seeds in (3, 8)),
     *(Kind("all but the last three times as noisy", THRICE, seeds) for seeds in (3, 8)),
@@ -63,7 +63,8 @@ KINDS = (
     *(Kind("recorded spreads, runs fail", RECORDED, seeds, fails=share) for share, seeds in product((0.1, 0.3), (3, 5, 8))),
     Kind("five rates, fresh seeds", EQUAL, 8, GRID),
     Kind("five rates, fresh seeds, recorded spreads", RECORDED, 8, GRID),
-    Kind("five rates, fresh seeds, recorded spreads, runs fail", RECORDED, 8, GRID, fails=0.1),
+    *(Kind("five rates, fresh seeds, recorded spreads, runs fail", RECORDED, 8, GRID, fails=share) for share in (0.1, 0.3)),
+    Kind("five rates, fresh seeds, runs fail", EQUAL, 8, GRID, fails=0.3),
     Kind("five equally good rates, fresh seeds", EQUAL, 8, GRID, flat=True),
 )
 
@@ -131,7 +132,9 @@ def markdown(file: dict[str, Any]) -> str:
     said = (
         f'Of {studies:,} studies with failed runs "no difference was found" was said of an arm with a failed run in {silent}.'
     )
-    return f"{compact_markdown(header, rows)}\n\n{said}"
+    least = min(of["studies"] for of in file["records"])
+    within = f"Of each kind {least:,} studies are drawn, so 5 % is known to {196 * math.sqrt(0.05 * 0.95 / least):.1f} points."
+    return f"{compact_markdown(header, rows)}\n\n{within} {said}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -56,7 +56,7 @@ def check_ablation(overrides: Sequence[str]) -> None:
 def check_arms(cfg: Config) -> None:
     """Raises ConfigError: ablate.arms are not what `python ablate.py` can compare."""
     switch, arms = cfg.ablate.switch, cfg.ablate.arms
-    known = [*(schema.NormImpl if switch is schema.Switch.norm else schema.LossImpl), NANOGPT]
+    known = [*switch.impls, NANOGPT]
     given = f"ablate.arms=[{','.join(arms)}]"
     if unknown := [arm for arm in arms if arm not in known]:
         mean = keys.did_you_mean(unknown[0], known)

@@ -167,6 +167,19 @@ class ModelConfig:
         return f"{self.layers} layer{'s' * (self.layers != 1)} × {self.width}"
 
 
+class MlpImpl(Choice):
+    fused = "fused", "ops.activation_fn: the bias of the layer before, the activation and its product, forward and backward"
+    compiled = "compiled", "PyTorch's operations through torch.compile, also in an eager model"
+    torch = "torch", "PyTorch's operations one by one"
+
+
+@dataclass
+class MlpConfig:
+    """What computes the activation of the MLPs; model.activation says which one it is."""
+
+    impl: MlpImpl = key(MlpImpl.fused, "the operator for bias and activation; changes nothing else", "speed")
+
+
 class LossImpl(Choice):
     fused = "fused", "ops.linear_cross_entropy_fn: the head's product, loss and gradient; the gradient takes the logits' memory"
     compiled = "compiled", "PyTorch's loss through torch.compile, also in an eager model"
@@ -351,17 +364,22 @@ class LoggingConfig:
 class Switch(Choice):
     norm = "norm", "norm.impl, what runs at the norm sites"
     loss = "loss", "loss.impl, what computes the loss"
+    mlp = "mlp", "mlp.impl, what computes the activation of the MLPs"
 
     @property
     def key(self) -> str:
         return f"{self}.impl"
+
+    @property
+    def impls(self) -> type[Choice]:
+        return {Switch.norm: NormImpl, Switch.loss: LossImpl, Switch.mlp: MlpImpl}[self]
 
 
 @dataclass
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    switch: Switch = key(Switch.norm, "whose impl is compared; the other one is held fixed", "nothing")
+    switch: Switch = key(Switch.norm, "whose impl is compared; the others are held fixed", "nothing")
     arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; two are timed twice (A/A)", "nothing")
     nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose step is timed too", "nothing")
     cycles: int = key(12, "cycles of two blocks per arm; a multiple of the arms favours none", "nothing", at_least=6)
@@ -412,6 +430,7 @@ class DeviceKind(Choice):
 class Config:
     norm: NormConfig = field(default_factory=NormConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    mlp: MlpConfig = field(default_factory=MlpConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

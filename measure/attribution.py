@@ -120,6 +120,8 @@ def launches(kernels: Iterable[Kernel]) -> int:
 # The first that matches decides: the group, and a pattern without case for lines "kernel NAME", "within RANGE" for each range,
 # innermost first, and then "forward RANGE" for each.
 RULES = (
+    # An activation of ours; it is counted with those of PyTorch.
+    ("other", r"^(kernel activation(_backward)?_kernel|within prenorm_\w+::activation)"),
     # Our kernels: eager code launches them past the dispatcher, so that no operator is around them.
     ("norm", r"^kernel ((norm|rotary)_(forward|backward)|finish_weight_gradients|finish_rotary_weights|dropout)_kernel"),
     # From PyTorch 2.13 on F.rms_norm runs them where CuTe's packages are installed; names of CuTe's kernels begin with cutlass.

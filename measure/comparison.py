@@ -1,6 +1,6 @@
 """Arms that are compared in pairs, the comparison of their step times, and the sentence that it allows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from statistics import fmean, median
@@ -64,13 +64,21 @@ def stalls(blocks_ms: Sequence[Sequence[float]]) -> tuple[int, float]:
 def is_different(comparison: Comparison, *controls: Comparison) -> bool:
     """Whether the arm may be called faster or slower than the base.
 
-    Its interval must leave out 1, and its median must be further from 1 than both ends of the interval of each A/A control. The
-    interval of all steps together must leave out 1 on the same side: a median does not see one step of twenty that stalls. NaN
-    differs from nothing.
+    Beside `differs`, the interval of all steps together must leave out 1 on the same side: a median does not see one step of
+    twenty that stalls.
     """
-    distance = abs(comparison.speedup.median - 1)
-    ends = [abs(end - 1) for control in controls for end in (control.speedup.low, control.speedup.high)]
-    return _agree(comparison) and all(distance > end for end in ends)
+    return _agree(comparison) and differs(comparison.speedup, reach(control.speedup for control in controls))
+
+
+def differs(ratio: Interval, noise: float) -> bool:
+    """Whether a ratio of times may be called other than 1: its interval leaves out 1, and it is further from 1 than A/A
+    reaches. NaN differs from nothing."""
+    return not ratio.holds(1.0) and abs(ratio.median - 1) > noise
+
+
+def reach(controls: Iterable[Interval]) -> float:
+    """The furthest from 1 that an A/A interval reaches; 0 without any."""
+    return max((abs(end - 1) for of in controls for end in (of.low, of.high)), default=0.0)
 
 
 def _agree(comparison: Comparison) -> bool:

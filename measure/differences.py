@@ -13,6 +13,7 @@ Holm (1979) makes the level that of all tests of a study together.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import numpy as np
 from scipy import optimize, special, stats
@@ -35,7 +36,7 @@ class Sample:
     def runs(self) -> int:
         return len(self.losses) + self.failed
 
-    @property
+    @cached_property
     def error(self) -> float:
         """The standard error of the mean; infinite of fewer than two runs."""
         return float(np.std(self.losses, ddof=1)) / math.sqrt(len(self.losses)) if len(self.losses) > 1 else math.inf
@@ -103,16 +104,22 @@ def tail(distance: float, *samples: Sample) -> float:
     wide, narrow = sorted(samples, key=lambda one: -one.error)
     if wide.error == 0.0:
         return float(distance == 0.0)
-    other = narrow.error * special.stdtrit(len(narrow.losses) - 1, 0.5 + NODES)
+    other = narrow.error * _of_ranks(len(narrow.losses) - 1)
     return (
         float(2 * (WEIGHTS * special.stdtr(len(wide.losses) - 1, (other - distance) / wide.error)).sum()) if distance else 1.0
     )
 
 
-def half_width(arm: Sample, base: Sample, level: float = 0.05) -> float:
-    """Of the interval of the difference of two means."""
-    most = sum(one.error * special.stdtrit(len(one.losses) - 1, 1 - level / 2) for one in (arm, base))
-    return float(optimize.brentq(lambda x: tail(x, arm, base) - level, 0.0, 1.01 * most)) if most else 0.0
+@cache
+def _of_ranks(degrees: int) -> np.ndarray:
+    """Student's T at the ranks of NODES."""
+    return special.stdtrit(degrees, 0.5 + NODES)
+
+
+def half_width(arm: Sample, base: Sample) -> float:
+    """Of the 95 % interval of the difference of two means."""
+    most = sum(one.error * special.stdtrit(len(one.losses) - 1, 0.975) for one in (arm, base))
+    return float(optimize.brentq(lambda x: tail(x, arm, base) - 0.05, 0.0, 1.01 * most)) if most else 0.0
 
 
 def holm(p: Sequence[float]) -> list[float]:

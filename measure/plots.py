@@ -107,8 +107,12 @@ def finish(figure: Any, title: str, footer: str, path: Path) -> None:
     letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
     figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=10, fontweight="bold")
     if footer:
-        strip = 0.2 / figure.get_figheight()  # beneath the layout, which would put a legend over it
+        strip = 0.2 / figure.get_figheight()  # beneath the layout
         figure.get_layout_engine().set(rect=(0, strip, 1, 1 - strip))
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        for legend in figure.legends:  # the layout has left them room, and put them on the lower edge of the whole picture
+            legend.set_bbox_to_anchor((0, strip, 1, 1 - strip), transform=figure.transFigure)
         figure.text(0.01, 0.2 * strip, footer, fontsize=6, color=GREY)
     save_figure(figure, path)
 

@@ -26,7 +26,7 @@ from typing import assert_never
 
 from torch import Tensor, nn
 
-from configs.schema import ModelConfig, NormConfig, Placement, ResidualDtype, ResidualScale
+from configs.schema import MlpConfig, ModelConfig, NormConfig, Placement, ResidualDtype, ResidualScale
 from model.attention import Attention
 from model.mlp import MLP
 from model.norm import NormSite
@@ -37,12 +37,12 @@ class SequentialBlock(nn.Module):
 
     sites = 2
 
-    def __init__(self, cfg: ModelConfig, norm: NormConfig, layer: int) -> None:
+    def __init__(self, cfg: ModelConfig, norm: NormConfig, layer: int, mlp: MlpConfig | None = None) -> None:
         super().__init__()
         self.attention_norm = norm_site(cfg, norm, adds=(2 * layer - 1, None))
         self.attention = Attention(cfg, norm)
         self.mlp_norm = norm_site(cfg, norm, adds=(2 * layer, None))
-        self.mlp = MLP(cfg)
+        self.mlp = MLP(cfg, mlp)
 
     def forward(
         self, x: Tensor, x1: None, residual: Tensor | None, rotary: Tensor | None, seeds: Sequence[Tensor | None]
@@ -60,11 +60,11 @@ class ParallelBlock(nn.Module):
 
     sites = 1
 
-    def __init__(self, cfg: ModelConfig, norm: NormConfig, layer: int) -> None:
+    def __init__(self, cfg: ModelConfig, norm: NormConfig, layer: int, mlp: MlpConfig | None = None) -> None:
         super().__init__()
         self.norm = norm_site(cfg, norm, adds=(2 * layer - 2, 2 * layer - 1), parallel=True)
         self.attention = Attention(cfg, norm)
-        self.mlp = MLP(cfg)
+        self.mlp = MLP(cfg, mlp)
 
     def forward(
         self, x: Tensor, x1: Tensor | None, residual: Tensor | None, rotary: Tensor | None, seeds: Sequence[Tensor | None]

@@ -14,6 +14,7 @@ from configs.schema import (
     DropoutMasks,
     EmbeddingScale,
     LossConfig,
+    MlpConfig,
     ModelConfig,
     NormConfig,
     NormImpl,
@@ -42,12 +43,20 @@ class GPT(nn.Module):
         norm: implementation and kind of the norms.
         vocab_size: the tokenizer's; model.vocab_size may enlarge it.
         loss: implementation and options of the loss; its softcap caps all logits.
+        mlp: implementation of the MLPs' activation.
 
     Raises:
         ValueError: model.vocab_size is smaller than the tokenizer's vocabulary. configs.rules checks the other options.
     """
 
-    def __init__(self, cfg: ModelConfig, norm: NormConfig, vocab_size: int, loss: LossConfig | None = None) -> None:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        norm: NormConfig,
+        vocab_size: int,
+        loss: LossConfig | None = None,
+        mlp: MlpConfig | None = None,
+    ) -> None:
         super().__init__()
         if cfg.vocab_size is not None and cfg.vocab_size < vocab_size:
             raise ValueError(
@@ -71,7 +80,7 @@ class GPT(nn.Module):
         self.register_buffer("rotary", rotary, persistent=False)
 
         last, Block = 2 * cfg.layers - 1, block_class(cfg.block)
-        self.blocks = nn.ModuleList(Block(cfg, norm, layer) for layer in range(cfg.layers))
+        self.blocks = nn.ModuleList(Block(cfg, norm, layer, mlp) for layer in range(cfg.layers))
         adds = (last - 1, last) if Block is ParallelBlock else (last, None)
         self.final_norm = norm_site(cfg, norm, adds=adds, prenorm=False)
         self.head = None if cfg.tie_embeddings else nn.Linear(cfg.width, self.vocab_size, bias=False)

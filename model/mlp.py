@@ -1,11 +1,15 @@
 """The MLP: GELU as in GPT-2, or SwiGLU as in Llama."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import assert_never
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import Activation, ModelConfig
+from configs.schema import Activation, MlpConfig, MlpImpl, ModelConfig
+from ops import activation_fn, gated_activation_fn
 
 
 class MLP(nn.Module):
@@ -16,24 +20,56 @@ class MLP(nn.Module):
              arXiv:2002.05202).
     """
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, mlp: MlpConfig | None = None) -> None:
         super().__init__()
-        self.activation = cfg.activation
+        self.activation, self.impl = cfg.activation, (mlp or MlpConfig()).impl
         hidden = mlp_width(cfg)
         self.rows = [hidden] * (2 if cfg.activation == Activation.swiglu else 1)  # of the matrices in up
         self.up = nn.Linear(cfg.width, sum(self.rows), bias=cfg.bias)
         self.down = nn.Linear(hidden, cfg.width, bias=cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        match self.activation:
-            case Activation.gelu:
-                return self.down(F.gelu(hidden, approximate="tanh"))
-            case Activation.swiglu:
-                gate, value = hidden.chunk(2, dim=-1)
-                return self.down(F.silu(gate) * value)
+        match self.impl:
+            case MlpImpl.fused:
+                # without its bias, which the operator adds: so there is no pass over all rows for the bias's gradient
+                hidden = fused(F.linear(x, self.up.weight), self.up.bias, self.activation)
+            case MlpImpl.compiled:
+                # In a model that is compiled whole, it is a part.
+                function = activated if torch.compiler.is_compiling() else _compiled()
+                hidden = function(F.linear(x, self.up.weight), self.up.bias, self.activation)
+            case MlpImpl.torch:
+                hidden = activated(self.up(x), None, self.activation)
             case _:
-                assert_never(self.activation)
+                assert_never(self.impl)
+        return self.down(hidden)
+
+
+def fused(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    match activation:
+        case Activation.gelu:
+            return activation_fn(x, bias, "gelu_tanh")
+        case Activation.swiglu:
+            return gated_activation_fn(x, bias=bias, activation="silu")
+        case _:
+            assert_never(activation)
+
+
+def activated(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """In PyTorch's own operators, as people write it."""
+    x = x if bias is None else x + bias.to(x.dtype)
+    match activation:
+        case Activation.gelu:
+            return F.gelu(x, approximate="tanh")
+        case Activation.swiglu:
+            gate, value = x.chunk(2, dim=-1)
+            return F.silu(gate) * value
+        case _:
+            assert_never(activation)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(activated)
 
 
 def mlp_width(cfg: ModelConfig) -> int:

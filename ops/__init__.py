@@ -3,6 +3,7 @@
 Depends on torch and triton only. Copy this folder into another project and import it under any name.
 """
 
+from .activation import activation_fn, gated_activation_fn
 from .adopt import (
     Adoption,
     adopt,
@@ -31,11 +32,13 @@ __all__ = [
     "LayerNorm",
     "Norm",
     "RMSNorm",
+    "activation_fn",
     "adopt",
     "backend_for",
     "cross_entropy_fn",
     "dropout_mask",
     "fuse_prenorm_block",
+    "gated_activation_fn",
     "layer_norm_fn",
     "layer_norm_linear_fn",
     "linear_cross_entropy_fn",

@@ -11,13 +11,12 @@ from statistics import fmean, median
 
 import numpy as np
 
-from measure.comparison import AGAIN as TORCH_AGAIN
-from measure.comparison import TORCH, cycle_times
+from measure.comparison import TORCH, cycle_times, differs, reach
 from measure.differences import Difference, Sample, difference, differences
 from measure.statistics import Interval, mean_interval, paired_ratio
 from study.arms import Arm, Study
 from study.runs import AGAIN, FRESH, SEARCH, TIME, Found
-from study.timing import BASELINE, OWN_AGAIN
+from study.timing import OWN_AGAIN, as_baseline
 
 ONE_SIDED = 1.645  # standard errors above which a twentieth lies
 
@@ -28,7 +27,7 @@ class Price:
 
     ms: dict[str, float]  # by contender, see study/timing.py
     over_torch: Interval | None  # time with PyTorch's norms over the arm's own
-    again: Interval | None  # A/A of the arm's own step; in records of revision 722b5493 of PyTorch's
+    again: Interval | None  # A/A of the arm's own step
     of_baseline: Interval | None  # the arm's time over the baseline's
 
 
@@ -58,7 +57,6 @@ class Report:
     pairs: dict[tuple[str, str], Difference]  # of all arms, where they are asked for
     runs: int
     fresh: bool  # whether the seeds that are compared had no part in the choice of rates; if not, nothing is called different
-    noise: float  # of times: the furthest from 1 that an A/A interval reaches
 
 
 def analyse(study: Study, found: Found) -> Report:
@@ -75,7 +73,7 @@ def analyse(study: Study, found: Found) -> Report:
     pooled = replace(own, losses=[*own.losses, *again.losses], failed=own.failed + again.failed)
     against, pairs = judged(study, samples | {baseline: pooled}, fresh)
     prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
-    noise = noise_of(prices)
+    noise = reach(of.again for of in prices.values() if of.again)
     steps = steps_at_equal_time(prices, study.cfg.train.steps, noise)
     timed = equal_time(study, found, samples, rates, steps)
     then = judged(study, timed, fresh)[0] if timed else {}
@@ -93,13 +91,13 @@ def analyse(study: Study, found: Found) -> Report:
             sensitivity=sensitivity(study, found, name),
             searched=(searched.count(math.inf), len(searched)),
             price=prices[name],
-            slower=name != baseline and ratio is not None and not ratio.holds(1.0) and abs(ratio.median - 1) > noise,
+            slower=name != baseline and ratio is not None and differs(ratio, noise),
             steps=steps.get(name),
             equal_time=(timed[name], then.get(name)) if timed else None,
         )
 
     aa = difference(again, replace(own, cost=0.0)) if again.runs else None  # both at one rate
-    return Report([report(name) for name in names], baseline, aa, pairs, len(found.results), fresh, noise)
+    return Report([report(name) for name in names], baseline, aa, pairs, len(found.results), fresh)
 
 
 Judged = tuple[dict[str, Difference], dict[tuple[str, str], Difference]]
@@ -138,8 +136,9 @@ def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     the parabola in log rate through it and its two neighbours.
 
     Its error counts: one neighbour is taken lower and the other higher by a one-sided 95 % limit, from the spread of the
-    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beyond a cliff no parabola goes on,
-    so the cost is at most the limit of the rise on the flatter side. Infinite if the best rate has no neighbour on one side.
+    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beside a rate at which no run
+    trains no parabola goes on, and the cost is at most the limit of the rise on the other side. Infinite if the best rate has
+    no neighbour on one side.
     """
     rates, best = found.rates(name), found.best_rate(name)
     if len(rates) < 2:
@@ -149,17 +148,17 @@ def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     if not below or not above:
         return replace(sample, cost=math.inf)
     p, q = rises[below], rises[above]
-    seeds = min(len(found.of(name, SEARCH, rate=rate)) for rate in rates)
+    seeds = min(len(found.sample(found.of(name, SEARCH, rate=rate)).losses) for rate in rates if math.isfinite(rates[rate]))
     deviation = float(np.std(sample.losses, ddof=1)) if len(sample.losses) > 1 else 0.0
     error = ONE_SIDED * deviation * math.sqrt(2 / seeds)
+    if math.isinf(max(p, q)):
+        return replace(sample, cost=min(p, q) + error)
     left, right = depth(-below, above, p + error, max(q - error, 0.0)), depth(-below, above, max(p - error, 0.0), q + error)
-    return replace(sample, cost=min(max(left, right, error - min(p, q)), min(p, q) + error))
+    return replace(sample, cost=max(left, right, error - min(p, q)))
 
 
 def depth(a: float, b: float, p: float, q: float) -> float:
-    """How far below 0 the parabola through (−a, p), (0, 0) and (b, q) is lowest; infinite beside a run that failed."""
-    if math.isinf(p + q):
-        return math.inf
+    """How far below 0 the parabola through (−a, p), (0, 0) and (b, q) is lowest."""
     return (q * a / b - p * b / a) ** 2 / (4 * (a + b) * (p / a + q / b)) if p + q else 0.0
 
 
@@ -168,7 +167,7 @@ def sensitivity(study: Study, found: Found, name: str) -> Interval | None:
 
     A run that failed has its initial loss. None where a rate has no runs to the end, or all runs failed, or of one seed.
     """
-    every = [run for run in found.of(name, SEARCH) if run.rate in study.rates]
+    every = [run for run in found.of(name, SEARCH) if run.rate in study.rates and run.seed in study.seeds]
     seeds = sorted({run.seed for run in every})
     if len(seeds) < 2 or len(every) < len(seeds) * len(study.rates) or all(map(found.failed, every)):
         return None
@@ -189,16 +188,11 @@ def price(found: Found, arm: Arm, baseline: str) -> Price:
         return paired_ratio(*(cycle_times([[ms] for ms in blocks[name]]) for name in (numerator, denominator)))
 
     return Price(
-        ms={name: median(of) for name, of in blocks.items() if name not in (BASELINE, OWN_AGAIN, TORCH_AGAIN)},
+        ms={name: median(blocks[name]) for name in (own, TORCH) if name in blocks},
         over_torch=ratio(TORCH, own) if own != TORCH else None,
-        again=ratio(own, OWN_AGAIN) or ratio(TORCH, TORCH_AGAIN),
-        of_baseline=ratio(own, own if arm.name == baseline else BASELINE),
+        again=ratio(own, OWN_AGAIN),
+        of_baseline=ratio(own, own if arm.name == baseline else as_baseline(baseline)),
     )
-
-
-def noise_of(prices: Mapping[str, Price]) -> float:
-    """The furthest from 1 that an A/A interval of the study reaches: a ratio within it is no difference. 0 without times."""
-    return max((abs(end - 1) for of in prices.values() if of.again for end in (of.again.low, of.again.high)), default=0.0)
 
 
 def steps_at_equal_time(prices: Mapping[str, Price], steps: int, noise: float) -> dict[str, int]:

@@ -18,7 +18,7 @@ from model import GPT
 from training.tracking import with_defaults
 
 RATE, SEED = "optim.lr", "seed"
-FRESH_SEEDS, AGAIN_SEEDS = 1001, 2001  # the first of those that no command gives
+FRESH_SEEDS, AGAIN_SEEDS, MORE_SEEDS = 1001, 2001, 3001  # the first of those that no command gives
 FOLDER = keys.FOLDER / "study"
 PACKAGES = "{packages}"  # in the arguments of a study: where Python's packages are installed
 WORDS = ("claim", "source", "limits")

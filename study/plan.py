@@ -2,7 +2,8 @@
 
 race         every given rate, with the seeds of the command, for the first compare.race_steps of its schedule. Two rates go on
 search       these two to the end, and then rates around the best one, until on either side it has a neighbour within half a
-             step of the given rates, or a quarter where that one fails; also beyond the given ones
+             step of the given rates, or a quarter where that one fails; also beyond the given ones. A rate fails if no run
+             trains there, with MORE other seeds too: by chance it would otherwise end the search beside a better rate
 fresh        the arm at its best rate with compare.fresh seeds that had no part in the choice: these are compared
 A/A          the baseline with as many seeds again
 equal time   with compare.equal_time: an arm whose step takes longer than the fastest one's, with a schedule of the steps that
@@ -16,10 +17,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from study.arms import Arm, Study
+from study.arms import MORE_SEEDS, Arm, Study
 from study.runs import AGAIN, FRESH, RACE, SEARCH, TIME, Found
 
 MOST_RATES = 8  # that the search adds to the given ones
+MORE = 4  # seeds, for a rate at which every run failed
 
 
 class Train(Protocol):
@@ -62,6 +64,9 @@ def search(study: Study, arm: Arm, found: Found, train: Train) -> None:
         rates = sorted(rates, key=raced.__getitem__)[:2]
     while rates:
         train(arm, SEARCH, rates, study.seeds)
+        for number in range(MORE):
+            failing = [rate for rate, loss in found.rates(arm.name).items() if math.isinf(loss)]
+            train(arm, SEARCH, failing, [MORE_SEEDS + number])
         rates = beside(study.rates, found.rates(arm.name), found.best_rate(arm.name))
 
 

@@ -19,7 +19,7 @@ from measure.timing import free_memory
 from study.arms import Arm, Study
 from study.engine import Engine
 from study.probes import probe, spikes
-from study.timing import block_times, cycles_of
+from study.timing import block_times, contenders, cycles_of
 from training.precision import MixedPrecision
 
 # Stages: study/plan.py says what each is for.
@@ -82,9 +82,10 @@ class Found:
         return Sample(trained, len(losses) - len(trained))
 
     def rates(self, arm: str, stage: str = SEARCH) -> dict[float, float]:
-        """By rate, the lowest first: the median last loss over seeds, so infinite if half of them fail."""
+        """By rate, the lowest first: the median last loss of the runs that trained; infinite if none did."""
         tried = sorted({run.rate for run in self.of(arm, stage)})
-        return {rate: median(self.losses(self.of(arm, stage, rate=rate))) for rate in tried}
+        samples = {rate: self.sample(self.of(arm, stage, rate=rate)).losses for rate in tried}
+        return {rate: median(losses) if losses else math.inf for rate, losses in samples.items()}
 
     def best_rate(self, arm: str) -> float:
         """The rate with the lowest median loss in the search; where all are infinite, the lowest rate. Without a search: its
@@ -154,10 +155,11 @@ class Runs:
 
     def time(self, arm: Arm) -> None:
         cycles = cycles_of(self.study.cfg, self.precision.device)
-        if cycles and arm.name not in self.found.times:
+        wanted = contenders(arm, self.study.baseline)
+        if cycles and wanted.keys() - self.found.times.get(arm.name, {}).keys():  # another baseline is timed anew
             engine = self.engine(arm)
             engine.begin(arm.cfg)
-            times = block_times(arm, self.study.baseline, engine, cycles, self.precision, self.corpus)
+            times = block_times(wanted, engine, cycles, self.precision, self.corpus)
             self.keep(arm, {"arm": arm.name, "times": times})
 
 

@@ -6,7 +6,8 @@ so the GPU does not wait for the host, and blocks can be shorter than those of a
 the same run; its first step is not counted.
 """
 
-import copy
+from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -22,7 +23,7 @@ from study.arms import Arm
 from study.engine import Engine
 from training.precision import MixedPrecision
 
-BASELINE, OWN_AGAIN = "baseline", "again"  # contenders; the others are named after their norm.impl
+OWN_AGAIN = "again"  # a contender
 BLOCK_MS = 50.0
 
 
@@ -33,21 +34,31 @@ def cycles_of(cfg: Config, device: torch.device) -> int:
     return cycles if cfg.train.steps >= LEAD_IN + LEAST_STEPS else 0
 
 
+def as_baseline(name: str) -> str:
+    """The contender that this arm is beside the others."""
+    return f"baseline {name}"
+
+
+def contenders(arm: Arm, baseline: Arm) -> dict[str, Arm]:
+    """What an arm is timed with, by name: itself after its norm.impl."""
+    in_torch = arm.at(arm.cfg.optim.lr, arm.cfg.seed)
+    in_torch.norm.impl = NormImpl.torch
+    found = {str(arm.cfg.norm.impl): arm, OWN_AGAIN: arm, TORCH: replace(arm, cfg=in_torch)}
+    return found if arm.name == baseline.name else found | {as_baseline(baseline.name): baseline}
+
+
 def block_times(
-    arm: Arm, baseline: Arm, engine: Engine, cycles: int, precision: MixedPrecision, corpus: Corpus
+    of_all: Mapping[str, Arm], engine: Engine, cycles: int, precision: MixedPrecision, corpus: Corpus
 ) -> dict[str, list[float]]:
     """By contender the median step of each block in ms, two blocks a cycle.
 
     Args:
+        of_all: the contenders; the first one is the arm itself.
         engine: of the arm.
     """
-    torch_cfg = copy.deepcopy(engine.cfg)
-    torch_cfg.norm.impl = NormImpl.torch
-    plan = {str(arm.cfg.norm.impl): (engine.cfg, arm), OWN_AGAIN: (engine.cfg, arm), TORCH: (torch_cfg, arm)}
-    if arm.name != baseline.name:
-        plan[BASELINE] = (baseline.at(engine.cfg.optim.lr, engine.cfg.seed), baseline)
     engines: dict[str, Engine] = {}
-    for name, (cfg, of) in plan.items():
+    for name, of in of_all.items():
+        cfg = of.at(engine.cfg.optim.lr, engine.cfg.seed)
         engines[name] = Engine(cfg, precision, corpus, of.fill) if engines else engine
         engines[name].begin(cfg)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from measure.store import Store
 from study.arms import study_of
 from study.plan import make_all
 from study.runs import AGAIN, FRESH, RACE, SEARCH, Runs
-from study.timing import BASELINE, OWN_AGAIN
+from study.timing import OWN_AGAIN
 from tests.runs import ROOT, precision, read_json, wait_until
 
 KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=12", "eval.every=4"]
@@ -45,7 +46,7 @@ def test_it_leaves_a_report_and_pictures(studied):
     assert all(run["made"].keys() >= {"torch", "triton", "card", "revision"} for run in runs)
     assert [list(of) for of in found["times"].values()] == [
         ["fused", OWN_AGAIN, "torch"],
-        ["fused", OWN_AGAIN, "torch", BASELINE],
+        ["fused", OWN_AGAIN, "torch", "baseline norm.kind=layernorm"],
     ]
     assert all(len(blocks) == 2 * 6 and min(blocks) > 0 for of in found["times"].values() for blocks in of.values())
 
@@ -102,3 +103,16 @@ def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_p
     monkeypatch.setattr(compare, "fingerprints", lambda: {"step": "other"})
     assert compare.main([*tiny, *SWEEP, f"folder={studied}", "resume=auto"]) == 2
     assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err
+
+
+def test_times_beside_another_baseline_are_measured_anew(studied, tiny, tmp_path):
+    folder = tmp_path / "study"
+    shutil.copytree(studied, folder)
+    other = ["compare.timing_cycles=6", "compare.baseline='norm.kind=rmsnorm'", f"folder={folder}", "resume=auto"]
+    assert compare.main([*tiny, *SWEEP, *other]) == 0
+    before, after = (read_json(of / "report.json")["times"] for of in (studied, folder))
+    assert [list(of) for of in after.values()] == [
+        ["fused", OWN_AGAIN, "torch", "baseline norm.kind=rmsnorm"],
+        list(before["norm.kind=rmsnorm"]),
+    ]
+    assert after["norm.kind=rmsnorm"] == before["norm.kind=rmsnorm"]

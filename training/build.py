@@ -54,7 +54,7 @@ def build(
     torch.manual_seed(cfg.seed)
     with world.shared_errors(), command_line.as_config_errors():
         with torch.device(draw_on):
-            model = GPT(cfg.model, cfg.norm, vocab_size, cfg.loss)
+            model = GPT(cfg.model, cfg.norm, vocab_size, cfg.loss, cfg.mlp)
         if torch.device(draw_on).type == "meta":
             model.to_empty(device=precision.device)
         fill(model)

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from ops import linear_cross_entropy_fn, norm_fn
+from ops import activation_fn, linear_cross_entropy_fn, norm_fn
 
 
 def wrong_eps(eps):
@@ -75,3 +75,12 @@ def loss_gradient_off(*args, **options):
 def loss_without_a_row(hidden, weight, targets, **options):
     """The mean over all rows but the first."""
     return linear_cross_entropy_fn(hidden[1:], weight, targets[1:], **options)
+
+
+def another_gelu(x, bias, _):
+    """GELU itself, in place of its approximation."""
+    return activation_fn(x, bias, "gelu")
+
+
+def bias_in_bf16(x, bias, activation):
+    return activation_fn(x, bias.bfloat16().to(bias.dtype), activation)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import ablate
 from ablation import processes, records
 from measure.comparison import FUSED
 from measure.statistics import mean_interval
@@ -53,8 +54,34 @@ def test_each_process_has_its_folder_the_first_measures_parity_and_the_worst_cod
         (folder / "report.json").write_text(json.dumps(made[len(started) - 1]))
         return SimpleNamespace(returncode=int(len(started) == 1))
 
+    made[0]["parity"][0]["holds"] = False
     monkeypatch.setattr(processes.subprocess, "run", run)
     assert processes.ablate(["model=gpt2"], 3, tmp_path) == 1
     assert [command[1] for command in started] == [f"folder={tmp_path}/process_{number}" for number in (1, 2, 3)]
     assert ["ablate.parity_seeds=0" in command for command in started] == [False, True, True]
     assert (tmp_path / "report.md").read_text().startswith("# 3 processes") and "model=gpt2" in started[0]
+
+
+@pytest.mark.parametrize("part", [None, {"cells": [], "parity": [], "unfinished": "1 of 3 parts"}])
+def test_a_process_that_a_full_disk_ends_is_not_one_whose_parity_fails(tmp_path, monkeypatch, part):
+    started = []
+
+    def run(command):
+        started.append(command)
+        folder = Path(next(text for text in command if text.startswith("folder=")).removeprefix("folder="))
+        folder.mkdir()
+        if part:
+            (folder / "report.json").write_text(json.dumps(part))
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(processes.subprocess, "run", run)
+    assert processes.ablate([], 3, tmp_path) == 1
+    assert len(started) == 1 and not (tmp_path / "report.md").exists()
+
+
+def test_its_processes_have_the_options_of_the_command(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(processes.subprocess, "run", lambda command: started.append(command) or SimpleNamespace(returncode=2))
+    options = ["--config-dir", str(tmp_path), "ablate.processes=2", f"folder={tmp_path}/run", "device=cpu"]
+    assert ablate.main(options) == 2
+    assert started[0][2:].count("--config-dir") == 1 and str(tmp_path) in started[0]

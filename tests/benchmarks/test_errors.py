@@ -7,7 +7,7 @@ def test_drawn_studies_are_recorded_by_kind_and_told_in_a_table(recorded, monkey
     monkeypatch.setattr(study_errors, "KINDS", [study_errors.KINDS[0], study_errors.KINDS[-2]])
     file, printed = recorded(study_errors, "--studies", "4")
     one, searched = file["records"]
-    assert (one["arms"], one["seeds"], searched["fails"]) == (1, 3, 0.1) and searched["silent"] == 0
+    assert (one["arms"], one["seeds"], searched["fails"]) == (1, 3, 0.3) and searched["silent"] == 0
     assert all(0 <= of[name] <= 1 for of in (one, searched) for name in ("errors", "welch", "power", "covers"))
     assert (
         f"| {one['kind']} | 1 | 3 | {100 * one['errors']:.1f} % |" in printed

@@ -26,7 +26,7 @@ def run(cfg: Config) -> None:
     """All of a training step that an enum decides."""
     MixedPrecision.of(cfg.train.precision, Machine("cpu"))
     is_fsdp(cfg.parallel)
-    model = GPT(cfg.model, cfg.norm, vocab_size=16, loss=cfg.loss)
+    model = GPT(cfg.model, cfg.norm, vocab_size=16, loss=cfg.loss, mlp=cfg.mlp)
     optimizer = make_optimizer(model, cfg.optim)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     model(tokens, tokens).backward()

@@ -12,8 +12,10 @@ from torch import Tensor, library
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ops import (
+    activation_fn,
     cross_entropy_fn,
     dropout_mask,
+    gated_activation_fn,
     kit,
     linear_cross_entropy_fn,
     log_softmax_fn,
@@ -69,6 +71,14 @@ CALLS = {
     "seeded_dropout": (
         lambda x, w: seeded_dropout(x * w, 0.5, 3),
         lambda x, w: x * w * 2 * dropout_mask(3, x.shape[:-1].numel(), 64, 0.5, device=x.device).view(x.shape),
+    ),
+    "activation_fn": (
+        lambda x, w: activation_fn(x, w),
+        lambda x, w: F.gelu(x + w, approximate="tanh"),
+    ),
+    "gated_activation_fn": (
+        lambda x, w: gated_activation_fn(x, bias=w),
+        lambda x, w: F.silu((x + w)[..., :32]) * (x + w)[..., 32:],
     ),
     "rotary_qkv_fn": (rotary_qkv, lambda x, w: rotated(x, w, True)),
     "rotary_qk_fn": (rotary_qk, lambda x, w: rotated(x, w, False)),

@@ -5,14 +5,14 @@ import math
 import pytest
 
 from configs import Config
-from study.arms import AGAIN_SEEDS, FRESH_SEEDS, Arm, Study
-from study.plan import MOST_RATES, beside, make_all, make_equal_time
+from study.arms import AGAIN_SEEDS, FRESH_SEEDS, MORE_SEEDS, Arm, Study
+from study.plan import MORE, MOST_RATES, beside, make_all, make_equal_time
 from study.runs import AGAIN, FRESH, RACE, SEARCH, TIME, Found, Result
 
 GIVEN = [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
 
 
-def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", **keys):
+def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", fails=lambda rate, seed: False, **keys):
     """A study of these arms after its plan; the loss of a run depends on its rate alone."""
     study, found = Study([Arm(name, Config()) for name in arms], rates, seeds, {}), found or Found()
     for arm in study.arms:
@@ -25,7 +25,8 @@ def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", **keys):
             for rate in rates:
                 loss = 1.5 + 0.05 * math.log(rate / best) ** 2
                 steps = arm.cfg.train.steps
-                run = Result(arm.name, stage, rate, seed, steps, [[0, 4.0], [until or steps, loss]])
+                over = "step 500: loss not finite" if fails(rate, seed) else ""
+                run = Result(arm.name, stage, rate, seed, steps, [[0, 4.0], [until or steps, loss]], over)
                 if not any((one.arm, one.stage, one.rate, one.seed) == (arm.name, stage, rate, seed) for one in found.results):
                     found.add(run.__dict__)
 
@@ -52,6 +53,17 @@ def test_beside_a_rate_that_fails_another_one_is_nearer():
     losses = {1e-3: 1.6, 1.78e-3: 1.52, 3e-3: 1.5, 1e-2: math.inf}
     assert beside(GIVEN, losses, 3e-3) == [pytest.approx(3e-3 * 10**0.125, rel=0.01)]
     assert beside(GIVEN, losses | {4e-3: math.inf}, 3e-3) == []
+
+
+def test_a_run_that_fails_by_chance_does_not_end_the_search_and_a_rate_fails_where_no_seed_trains():
+    """Beyond 5e-3 all runs fail, and below it those of the command's seed."""
+    _, found, _ = drawn(GIVEN, [1], best=3e-3, arms="a", fails=lambda rate, seed: rate > 5e-3 or (seed == 1 and rate > 1.5e-3))
+    chosen = found.best_rate("a")
+    assert abs(math.log(chosen / 3e-3)) < 0.16
+    seeds = {rate: [run.seed for run in found.of("a", SEARCH, rate=rate)] for rate in found.rates("a")}
+    assert seeds[chosen] == [1, MORE_SEEDS]
+    failed = [rate for rate, loss in found.rates("a").items() if math.isinf(loss)]
+    assert failed and all(seeds[rate] == [1, *(MORE_SEEDS + i for i in range(MORE))] for rate in failed)
 
 
 def test_every_stage_has_its_runs_and_seeds_that_chose_the_rate_are_not_fresh():

@@ -198,7 +198,7 @@ def test_on_a_gpu_replays_give_the_bits_of_the_steps_without_a_graph(tiny, deter
         torch.compiler.reset()
         cfg = configs.load(given, on=Machine("cuda"))
         torch.manual_seed(0)
-        model = GPT(cfg.model, cfg.norm, vocab_size=20, loss=cfg.loss).cuda()
+        model = GPT(cfg.model, cfg.norm, vocab_size=20, loss=cfg.loss, mlp=cfg.mlp).cuda()
         val = Evaluation(model, Split(TOKENS, 8000, 1), on, context=32, batch_size=8)
         step, figures = step_of(cfg, model, on, graph=graph, evaluation=val, say=said.append), []
         for number in (*range(100), *range(90, 130)):  # back, as a run that is begun anew

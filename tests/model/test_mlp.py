@@ -1,0 +1,33 @@
+"""The MLP: every implementation of its activation computes the same."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from configs.schema import Activation, MlpConfig, MlpImpl, ModelConfig
+from model.mlp import MLP
+
+
+@pytest.mark.parametrize("impl", MlpImpl)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_implementation_is_the_mlp_of_its_definition(impl, activation, bias, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # a machine without a GPU may lack a compiler
+    torch.manual_seed(0)
+    mlp = MLP(ModelConfig(width=16, activation=activation, bias=bias), MlpConfig(impl))
+    x = torch.randn(3, 5, 16, requires_grad=True)
+    y = mlp(x)
+    exact = {name: p.detach().double().requires_grad_() for name, p in mlp.named_parameters()}
+    wide = x.detach().double().requires_grad_()
+    hidden = F.linear(wide, exact["up.weight"], exact.get("up.bias"))
+    if activation is Activation.gelu:
+        hidden = F.gelu(hidden, approximate="tanh")
+    else:
+        gate, value = hidden.chunk(2, -1)
+        hidden = gate * torch.sigmoid(gate) * value
+    expected = F.linear(hidden, exact["down.weight"], exact.get("down.bias"))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])
+    right = torch.autograd.grad(expected.square().sum(), [wide, *exact.values()])
+    for one, of in zip(found, right, strict=True):
+        torch.testing.assert_close(one.double(), of, rtol=1e-4, atol=1e-5)

@@ -51,11 +51,12 @@ def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, parts: dict[str, An
     """
     weight, bias = norm.weights()
     options = norm.options(x.dtype)
-    y, r = norm_fn(norm.formula.norm, x, weight, bias, **parts, **options, prenorm=True, out_dtype=out_dtype)  # type: ignore[misc]
+    normed: Any = norm_fn(norm.formula.norm, x, weight, bias, **parts, **options, prenorm=True, out_dtype=out_dtype)
+    y, r = normed
     if torch.compiler.is_compiling():  # which gives no attributes to one of several results of an operator
-        r = r.view(r.shape)  # type: ignore[union-attr]
-    r._ahead = Ahead(norm, y, _state(r))  # type: ignore[union-attr]
-    return r  # type: ignore[return-value]
+        r = r.view(r.shape)
+    r._ahead = Ahead(norm, y, _state(r))
+    return r
 
 
 def can_go_along(norm: Any) -> bool:
@@ -129,21 +130,14 @@ class Lazy:
 
     def tensor(self) -> Tensor:
         """The value. It is computed at the first call, with gradients if a tensor would have been computed with them."""
-        if self._value is not None:
-            return self._value
-        if self._had_grad and not torch.is_grad_enabled():
-            if _APPLY is None and _in_function():
-                raise TypeError(_LOST)
-            return self._compute()
-        if self._had_grad != torch.is_grad_enabled():
-            with torch.no_grad():
-                self._value = self._compute()
-        else:
-            self._value = self._compute()
+        if self._value is None:
+            if self._had_grad and not torch.is_grad_enabled():
+                if _APPLY is None and _in_function():
+                    raise TypeError(_LOST)
+                return self._plus(self.residual)
+            with torch.set_grad_enabled(self._had_grad):
+                self._value = self._plus(self.residual)
         return self._value
-
-    def _compute(self) -> Tensor:
-        return self._plus(self.residual)
 
     def _plus(self, residual: Tensor | None) -> Tensor:
         if not self.parts and (self.x1 is None or residual is None):

@@ -296,7 +296,7 @@ class _Bench:
             plan.gain += 2 + len(features) + bool(one.norm)
             useful.update((one.role.path, *one.with_waiting, *(role.path for role in one.of.roles)))
             if one.norm:
-                plan.norms[one.norm] = _merged(plan.norms.get(one.norm, ()), features)
+                plan.norms[one.norm] = tuple(dict.fromkeys((*plan.norms.get(one.norm, ()), *features)))
                 found[one.role.path] = replace(found[one.role.path], next_norm=one.norm, viewed=one.viewed)
             elif features not in plan.sums:
                 plan.sums.append(features)
@@ -376,7 +376,3 @@ class _Bench:
 def _features(of: Lazy) -> tuple[str, ...]:
     found = [feature for part, feature in _FEATURES.items() if part in of.parts]
     return tuple(found if of.x1 is None else [*found, "second branch"])
-
-
-def _merged(*features: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for some in features for name in some))

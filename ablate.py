@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
+import hydra
 import torch
 
 import configs
@@ -38,7 +39,7 @@ from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
 from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
-from configs import command_line, machine, rules
+from configs import Config, as_config_errors, keys, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
@@ -53,51 +54,40 @@ from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training import export
-from training.command import own_keys, place, program
+from training.command import place, start
 from training.interrupt import show
 from training.precision import MixedPrecision
 
-OUT_OF_MEMORY = 3  # exit code
 SHORT_MS = 20.0  # a longer step keeps the GPU busy without a CUDA graph
 LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
 
 
+@hydra.main(config_path="configs", config_name="ablate", version_base=None)
+def task(arguments: list[str]) -> int:
+    """The exit code of an ablation with these overrides."""
+    variants = variants_of(arguments)
+    cfg = variants[0].cfg
+    if cfg.ablate.processes > 1:
+        with place(cfg, "ablate.py", LESS_MEMORY) as folder:
+            return processes.ablate(sys.argv[1:], cfg.ablate.processes, folder)
+    works = [prepare(variant) for variant in variants]
+    with place(cfg, "ablate.py", LESS_MEMORY) as folder:
+        device = torch.device(machine.inspect(cfg.device).device)
+        cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
+        if cycles.exit_code is not None and (folder / "report.json").is_file():
+            show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
+            return cycles.exit_code
+        found = ablate(works, shlex.join(["python", "ablate.py", *sys.argv[1:]]), folder, cycles)
+        code = 0 if all(one.holds for one in found.parity) else 1
+        cycles.add({"exit_code": code})
+        show(report.table(found))
+        show(f"report: {relative(folder)}/report.md")
+        show(f"W&B: {tracking.log(found, variants, folder)}")
+        return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    folder: Path | None = None
-
-    def work(arguments: list[str]) -> int:
-        nonlocal folder
-        variants = variants_of(arguments)
-        cfg = variants[0].cfg
-        if cfg.ablate.processes > 1:
-            with place(cfg, "ablate.py") as folder:
-                return processes.ablate(sys.argv[1:], cfg.ablate.processes, folder)
-        works = [prepare(variant) for variant in variants]
-        with place(cfg, "ablate.py") as folder:
-            device = torch.device(machine.inspect(cfg.device).device)
-            cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
-            if cycles.exit_code is not None and (folder / "report.json").is_file():
-                show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
-                return cycles.exit_code
-            try:
-                found = ablate(works, shlex.join(["python", "ablate.py", *sys.argv[1:]]), folder, cycles)
-            except torch.OutOfMemoryError as error:
-                why = f"out of memory: {str(error).splitlines()[0]}"
-                print(f"{why}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}", file=sys.stderr)
-                return OUT_OF_MEMORY
-            code = 0 if all(one.holds for one in found.parity) else 1
-            cycles.add({"exit_code": code})
-            show(report.table(found))
-            show(f"report: {relative(folder)}/report.md")
-            show(f"W&B: {tracking.log(found, variants, folder)}")
-            return code
-
-    def stopped() -> str:
-        if folder is None or not (folder / kept.FILE).is_file():
-            return "stopped"
-        return f"stopped; finished cycles are kept. To go on, add folder={relative(folder)} resume=auto to the command"
-
-    return program("ablate", work, help_text, stopped, arguments)
+    return start(task, help_text, arguments)
 
 
 # ---- before anything is measured: the data, the model and the folder ---------------------------------------------------------
@@ -119,7 +109,7 @@ def prepare(variant: Variant) -> Work:
     """
     cfg = variant.cfg
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
-    with command_line.as_config_errors():
+    with as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         with torch.device("meta"):
             model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss, cfg.mlp)
@@ -295,10 +285,10 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
     )
 
 
-def help_text() -> str:
+def help_text(cfg: Config) -> str:
     refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.NOT_IN_ABLATE.items())
     return (
-        f"{__doc__}\nKeys of its own, with their defaults:\n\n{own_keys('ablate')}\n"
+        f"{__doc__}\nKeys of its own:\n{keys.describe(cfg, 'ablate')}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"
         f"{refused}  {'the impl of ablate.switch':<33}  is what ablate.py compares. Use ablate.arms.\n\n"
         "The report goes into a new folder: runs/TIME_ablation/, or folder=PATH."

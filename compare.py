@@ -17,15 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
-import torch
-import yaml
+import hydra
+from hydra.core.global_hydra import GlobalHydra
 
 import configs
-from configs import command_line, machine
+from configs import Config, as_config_errors, keys, machine
 from data import load_corpus
 from measure import tables
 from measure.environment import environment
@@ -35,14 +36,14 @@ from measure.sources import fingerprints
 from measure.store import Store
 from study import ladder, report, tracking
 from study.analysis import analyse
-from study.arms import FOLDER, Study, sizes_of, study_of
+from study.arms import Study, sizes_of, study_of
 from study.plan import make_all, make_equal_time
 from study.runs import Runs
-from training.command import own_keys, place, program
+from training.command import place, start
 from training.interrupt import show
 from training.precision import MixedPrecision
 
-OUT_OF_MEMORY = 3  # exit code
+LESS_MEMORY = "Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
 
 
 def compare(study: Study, folder: Path, command: str) -> None:
@@ -94,43 +95,34 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
     # Seeds that are compared at a single rate may be those that choose among several.
     store = Store(folder / "runs.jsonl", made | {"code": fingerprints()["step"], "several rates": len(study.rates) > 1})
     replace_text(folder / "config.yaml", configs.to_yaml(cfg))
-    with command_line.as_config_errors():
+    with as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
     return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
 
 
+@hydra.main(config_path="configs", config_name="compare", version_base=None)
+def task(arguments: list[str]) -> None:
+    """The comparison of these overrides."""
+    study, sizes = study_of(arguments), {size: study_of(arguments, size) for size in sizes_of(arguments)}
+    with place(study.cfg, "compare.py", LESS_MEMORY) as folder:
+        if sizes:
+            climb(sizes, folder)
+        else:
+            compare(study, folder, shlex.join(["python", "compare.py", *sys.argv[1:]]))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    folder: Path | None = None
-
-    def work(arguments: list[str]) -> int:
-        nonlocal folder
-        study, sizes = study_of(arguments), sizes_of(arguments)
-        studies = {size: study_of(arguments, size) for size in sizes}
-        try:
-            with place(study.cfg, "compare.py") as folder:
-                if sizes:
-                    climb(studies, folder)
-                    return 0
-                compare(study, folder, shlex.join(["python", "compare.py", *sys.argv[1:]]))
-        except torch.OutOfMemoryError as error:
-            remedy = (
-                "The runs that are done are kept. Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
-            )
-            print(f"out of memory: {str(error).splitlines()[0]}\n{remedy}\n{stopped()}", file=sys.stderr)
-            return OUT_OF_MEMORY
-        return 0
-
-    def stopped() -> str:
-        return "stopped" + (f"; to go on, add folder={relative(folder)} resume=auto to the command" if folder else "")
-
-    return program("compare", work, help_text, stopped, arguments)
+    return start(task, help_text, arguments)
 
 
-def help_text() -> str:
-    studies = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
-    listed = "\n".join(f"  study={name:<20} {' '.join(one['claim'].split())}" for name, one in studies.items())
-    keys = f"Keys of its own, with their defaults:\n\n{own_keys('compare')}"
-    return f"{__doc__}\n{keys}\nStudies:\n\n{listed}\n\nAll others are those of `python train.py --help`."
+def help_text(cfg: Config) -> str:
+    loader, listed = GlobalHydra.instance().config_loader(), ""
+    for name in loader.get_group_options("study"):  # also those of --config-dir
+        source = next(of for of in loader.get_sources() if of.is_config(f"study/{name}"))
+        study: Any = source.load_config(f"study/{name}").config
+        listed += f"  study={name:<20} {' '.join(study.get('claim', '').split())}\n"
+    own = f"Keys of its own:\n{keys.describe(cfg, 'compare')}"
+    return f"{__doc__}\n{own}\nStudies:\n\n{listed}\nAll others are those of `python train.py --help`."
 
 
 if __name__ == "__main__":

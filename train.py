@@ -18,7 +18,7 @@ import hydra
 import torch
 from omegaconf import DictConfig
 
-from configs import Config, command_line, rules
+from configs import Config, as_config_errors, keys, rules
 from configs.machine import Machine
 from configs.schema import Precision
 from data import Batches, load_corpus
@@ -52,7 +52,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     # ---- data --------------------------------------------------------------------------------------------------------------
     precision = MixedPrecision.of(cfg.train.precision, machine)
     cfg.train.precision = Precision(str(precision))  # config.yaml says what `auto` became, so that a resumed run keeps it
-    with world.shared_errors(), command_line.as_config_errors():
+    with world.shared_errors(), as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         batches = Batches(
             corpus.train.tokens,
@@ -139,7 +139,7 @@ def task(composed: DictConfig) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return start(task, command_line.help_text, arguments)
+    return start(task, keys.help_text, arguments)
 
 
 if __name__ == "__main__":

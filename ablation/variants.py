@@ -91,8 +91,8 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         raise ConfigError("folder has several values, and an ablation has one folder. Name one.")
     found: list[Variant] = []
     for job in configs.jobs(arguments):
-        rules.check_ablation(job)
         cfg = configs.compose_only(job)
+        rules.check_ablation(cfg, configs.given(job))
         on = machine.inspect(cfg.device)
         # As the arms will have it, whatever the config says.
         cfg = switched(cfg, TORCH)
@@ -101,7 +101,6 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         if cfg.ablate.graph and no_graph:
             raise ConfigError(f"ablate.graph=true: {no_graph}. Use ablate.graph=false.")
         rules.check(cfg, on)
-        rules.check_arms(cfg)
         if with_defaults(cfg.logging)[0].wandb is not WandbMode.disabled and agent_job():
             raise ConfigError("an ablation is several runs, a W&B agent's job is one. Sweep with ablate.py KEY=A,B instead.")
         pairs = (override.partition("=")[::2] for override in job)

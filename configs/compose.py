@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from configs import keys, machine, rules
@@ -35,57 +35,51 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
     Raises:
         ConfigError: a name, a value or a combination that can't be used.
     """
-    cfg = compose_only(overrides)
-    rules.check(cfg, on or machine.inspect(cfg.device))
-    rules.check_given(given(overrides), [cfg])
+    [cfg] = check_jobs([overrides], compose_only, on=on)
     return cfg
 
 
-def compose_only(overrides: Sequence[str] = (), primary: str = "config") -> Config:
+def compose_only(overrides: Sequence[str] = ()) -> Config:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine.
 
     Within a program of `hydra.main` it has the search path of that one, with --config-dir.
     """
-    parse(overrides)
     running = GlobalHydra.instance().is_initialized()
     with explained(), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
-        return typed(hydra.compose(primary, list(overrides)))
+        return typed(hydra.compose("config", list(overrides)), overrides)
 
 
-def typed(composed: DictConfig) -> Config:
-    """What Hydra composed, as values of the schema's types; what a command interpolates is resolved here, and nowhere else."""
-    own = deepcopy(composed)
-    with explained(), open_dict(own):
-        own.pop("hydra", None)
-        cfg = _finished(own)
-    for part, of in {"": cfg, **{f"{name}.": of for name, of in vars(cfg).items() if is_dataclass(of)}}.items():
-        if added := vars(of).keys() - {field.name for field in fields(of)}:
-            raise keys.unknown_key(f"{part}{min(added)}")
-    return cfg
+def typed(composed: DictConfig, overrides: Sequence[str]) -> Config:
+    """What Hydra composed of overrides, as values of the schema's types; what a command interpolates is resolved here, and
+    nowhere else."""
+    parse(overrides)
+    with explained():
+        plain: dict[str, Any] = {str(name): of for name, of in composed.items() if name != "hydra"}
+        plain |= {name: OmegaConf.to_container(of, resolve=True) for name, of in plain.items() if OmegaConf.is_config(of)}
+    return from_dict(plain)
 
 
 def check_jobs(
-    jobs: Sequence[list[str]], composed: Callable[[list[str]], DictConfig], program: str | None = None
+    jobs: Sequence[Sequence[str]],
+    composed: Callable[[Sequence[str]], Config],
+    program: str = "",
+    on: machine.Machine | None = None,
 ) -> list[Config]:
-    """The configs of jobs that are given by their overrides. If they are all jobs of a command of `program`, such as
-    "train.py", a key does something in one of them.
+    """The configs of the jobs of one command, each given by its overrides.
 
     Raises:
-        ConfigError: a job can't start, or a key that they have does nothing in any of them.
+        ConfigError: a job can't start, or a key that they have does nothing in any of them, or is not of `program`.
     """
-    found, begun = [], []
+    found = []
     for job in jobs:
         try:
-            parse(job)
-            with explained():
-                found.append(cfg := typed(composed(job)))
+            found.append(cfg := composed(job))
             if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
-                rules.check(cfg, machine.inspect(cfg.device))
-                begun.append(cfg)
+                rules.check(cfg, on or machine.inspect(cfg.device))
         except ConfigError as error:
             raise ConfigError(f"{error}\n(in the job {' '.join(job)})") if len(jobs) > 1 else error from None
-    if begun and program:
-        rules.check_given((name for job in jobs for name in given(job)), begun, program)
+    if all(cfg.resume in ("never", "auto") for cfg in found):
+        rules.check_given((name for job in jobs for name in given(job)), found, program)
     return found
 
 
@@ -97,27 +91,29 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     2024_01_05, and a name of None."""
     with explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
-    for one, name, value in ((each, *pair) for each in parsed for pair in _pairs(each)):
-        is_text = name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None)
-        numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
-        if is_text and (numbers or str(one.input_line).endswith("=None")):
-            raise ConfigError(
-                f"{one.input_line}: takes text ({keys.schema()[name].metadata['meaning']}). Text that looks like a number, "
-                f"""true or None needs quotes, as in '{name}="TEXT"'. null is no text."""
-            )
+    for one in parsed:
+        for name, value in _values(one).items():
+            is_text = name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None)
+            numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
+            if is_text and (numbers or str(one.input_line).endswith("=None")):
+                raise ConfigError(
+                    f"{one.input_line}: takes text ({keys.schema()[name].metadata['meaning']}). Text that looks like a number, "
+                    f"""true or None needs quotes, as in '{name}="TEXT"'. null is no text."""
+                )
     return parsed
 
 
-def _pairs(one: Override) -> list[tuple[str, Any]]:
-    """The names of an override and their values: several of section={key: value, …}. A sweep is parsed again for each run."""
+def _values(one: Override) -> dict[str, Any]:
+    """What an override gives, by key: section={key: value, …} several. The values of a sweep are parsed again for each job."""
     name, value = one.key_or_group, one.value()
-    several = isinstance(value, dict) and name not in keys.schema()
-    return [(f"{name}.{key}", each) for key, each in value.items()] if several else [(name, value)]  # type: ignore[union-attr]
+    if isinstance(value, dict) and name not in keys.schema():
+        return {f"{name}.{key}": of for key, of in value.items()}
+    return {name: value}
 
 
 def given(overrides: Sequence[str]) -> list[str]:
     """The names of keys and groups in the overrides."""
-    return [name for one in parse(overrides) for name, _ in _pairs(one)]
+    return [name for one in parse(overrides) for name in _values(one)]
 
 
 def swept(overrides: Sequence[str]) -> list[str]:
@@ -133,10 +129,9 @@ def jobs(overrides: Sequence[str]) -> list[list[str]]:
     """
     values = {}
     for one in parse(overrides):
-        name = one.get_key_element()
-        if one.is_sweep_override() and not one.is_discrete_sweep():
+        name, several = one.get_key_element(), one.is_sweep_override()
+        if several and not one.is_discrete_sweep():
             raise ConfigError(f"{one.input_line}: gives no values to sweep. List them: {name}=A,B.")
-        several = one.is_sweep_override()
         values[name] = [f"{name}={value}" for value in one.sweep_string_iterator()] if several else [str(one.input_line)]
     return list(map(list, product(*values.values())))
 
@@ -176,13 +171,9 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
         config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
         for one in parsed:
             OmegaConf.update(config, one.key_or_group, one.value())
-        return _finished(config)
-
-
-def _finished(config: Any) -> Config:
-    """The config with the values that follow from others, which the config.yaml of a run then has."""
-    cfg = OmegaConf.to_object(config)
+        cfg = OmegaConf.to_object(config)
     assert isinstance(cfg, Config)
+    # values that follow from others, which the config.yaml of a run then has
     if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
     cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
@@ -222,9 +213,12 @@ def read_yaml(path: Path) -> Config:
         raise ConfigError(f"{path} can't be read: {error}") from error
 
 
+# ---- errors of Hydra and OmegaConf -------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raises errors of Hydra and OmegaConf as a ConfigError: their first sentence with the key, or the nearest valid name."""
+    """Raises an error of Hydra or OmegaConf as a ConfigError: its first sentence with the key, or the nearest valid name."""
     try:
         yield
     except OverrideParseException as error:
@@ -233,32 +227,23 @@ def explained() -> Iterator[None]:
             """need quotes for Hydra within quotes for the shell: 'folder="~/runs"', 'data.files=["~/a.txt",b.txt]'."""
         ) from error
     except (HydraException, OmegaConfBaseException) as error:
-        said: BaseException | None = error
-        while said and not isinstance(said, ConfigError):
-            said = said.__cause__ or said.__context__
-        if said:  # of a resolver
-            raise said from error
         if isinstance(error, MissingConfigException) and error.options:
             group, _, option = str(error.missing_cfg_file).rpartition("/")
             near = keys.did_you_mean(option, error.options)
-            raise ConfigError(
-                f"{group}={option}: no such option.{near} Options of {group}: {', '.join(error.options)}."
-            ) from error
+            said = f"{group}={option}: no such option.{near} Options of {group}: {', '.join(error.options)}."
+            raise ConfigError(said) from error
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-        overridden = re.match("Could not (?:override|append) .*?'(.*?)'", str(error))
-        key = str(getattr(cause, "full_key", None) or (overridden[1] if overridden else ""))
+        key, said = getattr(cause, "full_key", None), str(cause).partition("\n")[0].rstrip(".")
+        if not key:
+            raise ConfigError(str(error)) from error
         if isinstance(cause, ConfigAttributeError | ConfigKeyError) and not key.startswith("hydra"):
             raise keys.unknown_key(key) from error
-        list_ = " Write a list as '[a,b]', with quotes for the shell." if "ListConfig" in str(cause) else ""
-        raise ConfigError(
-            f"{key}: {str(cause).splitlines()[0].rstrip('.')}.{list_}" if key and cause else str(error)
-        ) from error
+        list_ = " Write a list as '[a,b]', with quotes for the shell." if "ListConfig" in said else ""
+        raise ConfigError(f"{key}: {said}.{list_}") from error
     except yaml.YAMLError as error:  # which names the file
         raise ConfigError(" ".join(str(error).split())) from error
-    except (ValueError, OSError) as error:
-        modules = (frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__))
-        *_, module = (name for name in modules if not name.startswith("pathlib"))
-        # Hydra says what options don't go together, and makes folders
-        if not module.startswith("hydra.") or isinstance(error, ConfigError | BrokenPipeError):
+    except (ValueError, OSError) as error:  # Hydra says what options don't go together, and makes folders
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if isinstance(error, BrokenPipeError) or not frame.f_globals["__name__"].startswith(("hydra.", "pathlib")):
             raise
         raise ConfigError(f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)) from error

@@ -1,6 +1,7 @@
-"""Names of the configuration: which keys exist, where they count, and which key a misspelt name means."""
+"""Names of the configuration: which keys exist, where they count, what help says of them, and what a misspelt name means."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -20,6 +21,21 @@ GROUPS = ("data", "experiment", "model", "tokenizer")  # of a run
 
 class ConfigError(ValueError):
     """A configuration that can't run. The message names the key, what was given, what is accepted and what to do."""
+
+
+@contextmanager
+def as_config_errors(argument: str = "") -> Iterator[None]:
+    """Raises what the data or the model refuse, and an OSError of a path, as a ConfigError. Its message begins with `argument`,
+    such as resume=PATH."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        where, why = argument, str(error)
+        if isinstance(error, OSError) and error.strerror:
+            where, why = argument or str(error.filename), f"{error.strerror}."
+        raise ConfigError(f"{where}: {why}" if where else why) from error
 
 
 @cache
@@ -68,6 +84,26 @@ def only(name: str) -> str:
     )
 
 
+# ---- for people --------------------------------------------------------------------------------------------------------------
+
+
+def help_text(cfg: Config) -> str:
+    """What `train.py --help` prints, with the values of this config. Hydra fills in the groups."""
+    return (FOLDER / "help.txt").read_text(encoding="utf-8").format(keys=describe(cfg))
+
+
+def describe(cfg: Config, section: str = "") -> str:
+    """Every key, or those of one section, with its value and its meaning; under a key with choices, each with its meaning."""
+    lines: dict[str, list[str]] = {}
+    for name, key in schema().items():
+        own = lines.setdefault(name.rpartition(".")[0], [""])
+        needs = f"with {only(name)}: " if only(name) else ""
+        own.append(f"  {f'{name}={shown(attrgetter(name)(cfg))}':<33}  {needs}{key.metadata['meaning']}")
+        wide = max(map(len, choices(key)), default=0)
+        own += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in choices(key).items()]
+    return "\n".join(lines[section] if section else chain(*lines.values())) + "\n"
+
+
 def choices(key: Field) -> dict[str, str]:
     """The values of an enum, with their meanings. Empty for other types."""
     kind: Any = get_args(key.type)[0] if isinstance(key.type, UnionType) else key.type
@@ -95,6 +131,7 @@ def did_you_mean(name: str, among: Sequence[str]) -> str:
 
 def shown(value: object) -> str:
     """A value as --help and messages show it."""
-    if isinstance(value, list):
-        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, list | dict):
+        ends = "[]" if isinstance(value, list) else "{}"
+        return ends[0] + ",".join(map(shown, value)) + ends[1]
     return {"None": "null", "True": "true", "False": "false", "\n": r"""$'"\n"'"""}.get(str(value), str(value))

@@ -42,27 +42,29 @@ def check_given(names: Iterable[str], cfgs: Sequence[Config], program: str = "")
         names: of the command's overrides. null is no value to give, and passes.
         program: that has the command; others have keys of their own, in a section of their name. Empty: any.
     """
-    _raise_if(_idle(names, cfgs, program))
+    broken = []
+    for name in dict.fromkeys(names):
+        reader = {"ablate": "ablate.py", "compare": "compare.py", "study": "compare.py"}.get(name.partition(".")[0])
+        if reader and program not in ("", reader):
+            broken.append(f"{name} is read only by {reader}. Leave it out.")
+        elif name in keys.schema() and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
+            here = ", ".join(keys.unmet(name, cfgs[0]))
+            broken.append(f"{name} is read only with {keys.only(name)}; here {here}. Leave it out.")
+    _raise_if(broken)
 
 
-def check_ablation(overrides: Sequence[str]) -> None:
-    """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
-    given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
-    switch = next((text.partition("=")[2] for text, key in reversed(given) if key == "ablate.switch"), schema.Switch.norm)
-    refused = NOT_IN_ABLATE | {f"{switch}.impl": "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
-    _raise_if(f"{text}: {key} {refused[key]}" for text, key in given if key in refused)
-
-
-def check_arms(cfg: Config) -> None:
-    """Raises ConfigError: ablate.arms are not what `python ablate.py` can compare."""
-    switch, arms = cfg.ablate.switch, cfg.ablate.arms
-    known = [*switch.impls, NANOGPT]
+def check_ablation(cfg: Config, names: Iterable[str]) -> None:
+    """Raises ConfigError: a command of `python ablate.py` gives keys, `names`, that it sets itself or has no use for, or arms
+    that it can't compare."""
+    refused = NOT_IN_ABLATE | {cfg.ablate.switch.key: "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
+    _raise_if(f"{name} {refused[name]}" for name in names if name in refused)
+    arms, known = cfg.ablate.arms, [*cfg.ablate.switch.impls, NANOGPT]
     given = f"ablate.arms=[{','.join(arms)}]"
     if unknown := [arm for arm in arms if arm not in known]:
         mean = keys.did_you_mean(unknown[0], known)
         raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")
     if "torch" not in arms or not set(arms) - {"torch", NANOGPT} or len(set(arms)) < len(arms):
-        raise ConfigError(f"{given}: needs torch, the control, and another value of {switch.key}, each once.")
+        raise ConfigError(f"{given}: needs torch, the control, and another value of {cfg.ablate.switch.key}, each once.")
     if (NANOGPT in arms) != bool(cfg.ablate.nanogpt):
         raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")
 
@@ -106,19 +108,17 @@ def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) 
 def why_no_graph(cfg: Config, machine: Machine) -> str:
     """Why a step of cfg can't be one CUDA graph on this machine; empty where it can."""
     train = cfg.train
-    if train.graph is False:
-        return "train.graph=false"
-    if machine.device != "cuda":
-        return f"CUDA graphs are for CUDA devices; this run is on {machine.device}"
-    if machine.by_torchrun:
-        return "a graph is of one process; torchrun started this one"
-    if train.compile and train.compile_mode in schema.CUDA_GRAPHS:
-        return f"train.compile_mode={train.compile_mode} makes graphs of its own"
-    if train.recompute and schema.draws_from_torch(cfg.model, cfg.norm):
-        return "train.recompute=true reads the state of torch's generator, from which this model draws dropout"
-    if cfg.profile:
-        return "profile=true tells which operator launched a kernel, which a graph does not know"
-    return ""
+    reasons = {
+        "train.graph=false": train.graph is False,
+        f"CUDA graphs are for CUDA devices; this run is on {machine.device}": machine.device != "cuda",
+        "a graph is of one process; torchrun started this one": machine.by_torchrun,
+        f"train.compile_mode={train.compile_mode} makes graphs of its own": train.compile
+        and train.compile_mode in schema.CUDA_GRAPHS,
+        "train.recompute=true reads the state of torch's generator, from which this model draws dropout": train.recompute
+        and schema.draws_from_torch(cfg.model, cfg.norm),
+        "profile=true tells which operator launched a kernel, which a graph does not know": cfg.profile,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _raise_if(broken: Iterable[str]) -> None:
@@ -127,7 +127,7 @@ def _raise_if(broken: Iterable[str]) -> None:
 
 
 def out_of_range(cfg: Config) -> Iterator[str]:
-    """What is wrong with numbers, a line each."""
+    """What is wrong with values on their own, a line each."""
     holds = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
     for name, key in keys.schema().items():
         value, limits = attrgetter(name)(cfg), key.metadata["limits"]
@@ -136,21 +136,13 @@ def out_of_range(cfg: Config) -> Iterator[str]:
         elif value is not None and not all(holds[word](value, limit) for word, limit in limits.items()):
             bounds = " and ".join(f"{word.replace('_', ' ')} {limit}" for word, limit in limits.items())
             yield f"{name}={value}: must be {bounds}."
-
-
-def _idle(names: Iterable[str], cfgs: Sequence[Config], program: str) -> Iterator[str]:
-    for name in dict.fromkeys(names):
-        section = name.partition(".")[0]
-        reader = {"ablate": "ablate.py", "compare": "compare.py", "study": "compare.py"}.get(section)
-        if reader and program not in ("", reader):
-            yield f"{name} is read only by {reader}. Leave it out."
-        elif name in keys.schema() and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
-            yield f"{name} is read only with {keys.only(name)}; here {', '.join(keys.unmet(name, cfgs[0]))}. Leave it out."
+        elif key.metadata["needed"] and not value and not keys.unmet(name, cfg):
+            yield f"{keys.only(name)} needs {name}: {key.metadata['meaning']}."
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     """Rules on several keys together, and on keys and the machine."""
-    model, norm, data, train, optim = cfg.model, cfg.norm, cfg.data, cfg.train, cfg.optim
+    model, norm, train, optim = cfg.model, cfg.norm, cfg.train, cfg.optim
 
     head_width, rest = divmod(model.width, model.heads)
     if rest:
@@ -167,13 +159,6 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
         yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
     if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
         yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
-
-    if data.source is schema.Source.text and not data.files:
-        yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
-    if data.source is schema.Source.hub and not data.path:
-        yield "data.source=hub needs data.path: owner/name on the Hub, or a local folder."
-    if cfg.tokenizer.kind is schema.TokenizerKind.pretrained and not cfg.tokenizer.pretrained:
-        yield "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hub, or the path of a tokenizer.json."
 
     if train.batch_size % (train.accumulation * machine.ranks):
         by = f"train.accumulation={train.accumulation}" + (f" × {machine.ranks} ranks" if machine.ranks > 1 else "")

@@ -26,7 +26,7 @@ class Choice(StrEnum):
 Affects = Literal["weights", "results", "speed", "nothing"]
 
 
-def key(default: Any, meaning: str, affects: Affects, *, only: str = "", **limits: float) -> Any:
+def key(default: Any, meaning: str, affects: Affects, *, only: str = "", needed: bool = False, **limits: float) -> Any:
     """A field of the configuration: its default (`list` or `dict` for an empty one, a tuple for a list), meaning and limits.
 
     Args:
@@ -38,9 +38,10 @@ def key(default: Any, meaning: str, affects: Affects, *, only: str = "", **limit
             nothing: how a run is kept and shown.
         only: where the key counts, by other keys of its section or dotted ones: "impl=torch,compiled model.dropout!=0" needs
             both, and "A | B" one of them. `configs.rules` refuses a command that gives the key where it does not count.
+        needed: whether it needs a value where it counts.
         limits: any of at_least, above, at_most and below.
     """
-    metadata = {"meaning": meaning, "limits": limits, "affects": affects, "only": only}
+    metadata = {"meaning": meaning, "limits": limits, "affects": affects, "only": only, "needed": needed}
     if default in (list, dict) or isinstance(default, tuple):
         return field(default_factory=partial(list, default) if isinstance(default, tuple) else default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -157,9 +158,7 @@ class ModelConfig:
     block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP", "weights")
     embedding_scale: EmbeddingScale | None = key(None, "factor of the embeddings; null: 1", "weights")
     residual_scale: ResidualScale | None = key(None, "factor of the stream at each add; null: 1", "weights")
-    residual_dtype: ResidualDtype = key(
-        ResidualDtype.fp32, "dtype of the residual stream", "results", only="train.precision!=fp32"
-    )
+    residual_dtype: ResidualDtype = key(ResidualDtype.fp32, "dtype of the stream", "results", only="train.precision!=fp32")
 
     @property
     def size(self) -> str:
@@ -209,9 +208,13 @@ class DataConfig:
     name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or end of path", "results")
     source: Source = key(Source.shakespeare, "where documents come from", "results")
     files: list[str] = key(
-        list, "paths, globs; a file is a document; of .jsonl, .csv, .tsv, .parquet each row", "results", only="source=text"
+        list,
+        "paths, globs; a document is a file, or a row of jsonl, csv, tsv, parquet",
+        "results",
+        only="source=text",
+        needed=True,
     )
-    path: str | None = key(None, "owner/name, or a local folder", "results", only="source=hub")
+    path: str | None = key(None, "owner/name, or a local folder", "results", only="source=hub", needed=True)
     subset: str | None = key(None, "name of the data set's configuration", "results", only="source=hub")
     revision: str | None = key(None, "a commit, so that a run can be repeated", "results", only="source=hub")
     text_field: str = key("text", "the column with the text, where documents are rows", "results", only="source=text,hub")
@@ -242,7 +245,7 @@ class TokenizerKind(Choice):
 class TokenizerConfig:
     kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer", "results")
     vocab_size: int = key(2048, "tokens, with 256 bytes and one end of document", "results", only="kind=bpe", at_least=257)
-    pretrained: str | None = key(None, "owner/name on the Hub, or path of a tokenizer.json", "results", only="kind=pretrained")
+    pretrained: str | None = key(None, "owner/name, or a tokenizer.json", "results", only="kind=pretrained", needed=True)
 
 
 class Schedule(Choice):
@@ -262,9 +265,7 @@ class OptimConfig:
 
     kind: OptimKind = key(OptimKind.adamw, "optimizer", "results")
     lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", "results", above=0)
-    min_lr: float | None = key(
-        None, "learning rate at the end; null: a tenth of lr", "results", only="schedule=cosine,wsd", at_least=0
-    )
+    min_lr: float | None = key(None, "rate at the end; null: a tenth of lr", "results", only="schedule=cosine,wsd", at_least=0)
     schedule: Schedule = key(Schedule.cosine, "shape of the learning rate", "results")
     warmup_steps: int | None = key(None, "steps in which the rate rises to lr; null: steps / 20", "results", at_least=0)
     decay_fraction: float = key(0.2, "share of steps with a falling rate", "results", only="schedule=wsd", above=0, at_most=1)
@@ -325,9 +326,7 @@ class SampleConfig:
     tokens: int = key(200, "tokens of the sample; 0: no sample", "nothing", at_least=0)
     prompt: str = key("\n", "text that the sample continues", "nothing", only="tokens!=0")
     temperature: float = key(0.8, "divides the logits; 0: the likeliest token", "nothing", only="tokens!=0", at_least=0)
-    top_k: int | None = key(
-        200, "from the k likeliest tokens; null: all", "nothing", only="tokens!=0 temperature!=0", at_least=1
-    )
+    top_k: int | None = key(200, "of the k likeliest tokens; null: all", "nothing", only="tokens!=0 temperature!=0", at_least=1)
 
 
 class WandbMode(Choice):
@@ -343,21 +342,17 @@ class WithoutKey(Choice):
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline", "nothing")
+    wandb: WandbMode | None = key(None, "null: WANDB_MODE, or offline", "nothing", only="compare.sizes={} | wandb=disabled")
     without_key: WithoutKey = key(
-        WithoutKey.offline, "mode if online has no API key or no answer", "nothing", only="wandb=null,online"
+        WithoutKey.offline, "if there is no API key or no answer", "nothing", only="wandb=null,online"
     )
     project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm", "nothing", only="wandb!=disabled")
     entity: str | None = key(
-        None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key", "nothing", only="wandb!=disabled"
+        None, "W&B user or team; null: WANDB_ENTITY, or the owner of the key", "nothing", only="wandb!=disabled"
     )
-    group: str | None = key(
-        None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep", "nothing", only="wandb!=disabled"
-    )
+    group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the sweep's folder", "nothing", only="wandb!=disabled")
     name: str | None = key(None, "W&B name, and end of the folder's; null: WANDB_NAME, or the folder's name", "nothing")
-    tags: list[str] | None = key(
-        None, "W&B tags beside norm.impl and norm.kind; null: WANDB_TAGS, or none", "nothing", only="wandb!=disabled"
-    )
+    tags: list[str] | None = key(None, "W&B tags beside the norm's; null: WANDB_TAGS", "nothing", only="wandb!=disabled")
     every: int = key(10, "steps between lines of metrics", "speed", at_least=1)
 
 
@@ -407,10 +402,10 @@ class CompareConfig:
     diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", "nothing", above=0)
     fresh: int = key(8, "seeds at each arm's best rate, which had no part in its choice; 0: no verdict", "nothing", at_least=0)
     race_steps: int | None = key(None, "steps after which two rates go on; null: steps / 10; 0: all do", "nothing", at_least=0)
-    equal_time: bool = key(False, "train slower arms again, by a schedule that ends when the fastest ends", "nothing")
-    all_pairs: bool = key(False, "ask of each pair of arms whether it differs, not of the baseline's alone", "nothing")
+    equal_time: bool = key(False, "train slower arms again, to end when the fastest ends", "nothing", only="sizes={}")
+    all_pairs: bool = key(False, "ask whether each pair of arms differs, not the baseline's alone", "nothing", only="sizes={}")
     probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", "nothing", at_least=0)
-    timing_cycles: int | None = key(None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", "nothing", at_least=0)
+    timing_cycles: int | None = key(None, "timing cycles; null: 6, 0 on a CPU", "nothing", only="sizes={}", at_least=0)
 
 
 class Parallel(Choice):
@@ -449,7 +444,5 @@ class Config:
     profile: bool = key(False, "trace a few steps and tell where their time goes", "nothing")
     folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. If it has a run: NAME_2", "nothing")
     resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: with a run or checkpoint", "nothing")
-    resume_with_changes: bool = key(
-        False, "resume although keys differ that change the results", "nothing", only="resume!=never"
-    )
+    resume_with_changes: bool = key(False, "resume although keys that change results differ", "nothing", only="resume!=never")
     init_from: str | None = key(None, "initial weights: PATH of a run, GPT-2 or Llama, or Hub's owner/name", "results")

@@ -5,12 +5,11 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from configs import compose
+from configs import ConfigError, compose, machine
 
 
 class Together(Sweeper):
@@ -20,6 +19,9 @@ class Together(Sweeper):
         self._given: Any = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
 
     def sweep(self, arguments: list[str]) -> Any:
+        if machine.by_torchrun():
+            name = f"{self._given['config'].hydra.job.name}.py"
+            raise ConfigError(f"torchrun: {name} is one process on one device. Start it without: python {name} ...")
         HydraConfig.instance().set_config(self._given["config"])
         if code := self._given["task_function"](arguments):
             raise SystemExit(code)
@@ -42,16 +44,13 @@ class Checked(Together):
         exclude = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]"
         config.hydra.overrides.hydra.append(exclude)
         load = self._given["hydra_context"].config_loader.load_sweep_config
-        compose.check_jobs(jobs, lambda job: load(config, job), "train.py")
-        results = Plugins.instance().instantiate_launcher(**self._given).launch(jobs, initial_job_idx=0)
-        if failed := [error for result in results if (error := failure(result))]:
+        compose.check_jobs(jobs, lambda job: compose.typed(load(config, job), job), "train.py")
+        results, failed = Plugins.instance().instantiate_launcher(**self._given).launch(jobs, initial_job_idx=0), []
+        for result in results:
+            try:
+                _ = result.return_value  # raises the exception of a job that failed; Hydra then prints its overrides
+            except Exception as error:
+                failed.append(error)
+        if failed:
             raise max(failed, key=lambda error: getattr(error, "code", 1))
         return results
-
-
-def failure(result: JobReturn) -> Exception | None:
-    """The exception of a job, of which Hydra prints the overrides."""
-    try:
-        return None if result.status is JobStatus.COMPLETED else result.return_value
-    except Exception as error:
-        return error

@@ -11,8 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from configs import ConfigError, keys
-from configs.command_line import as_config_errors
+from configs import ConfigError, as_config_errors, keys
 from measure.files import json_text, relative, replace_text
 from measure.tables import flat
 

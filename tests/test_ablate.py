@@ -19,6 +19,7 @@ from tests.ablation import faults, results
 from tests.ablation.peer import checkout
 from tests.runs import newest, train_here
 from training import storage
+from training.command import OUT_OF_MEMORY
 
 TIMES = "ablate.parity_seeds=0"  # without parity
 
@@ -97,9 +98,9 @@ def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]"),
+        ("norm.impl=torch", "norm.impl is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]"),
         ("ablate.arms=[torch,fuse]", "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean"),
-        ("ablate.switch=loss loss.impl=torch", "loss.impl=torch: loss.impl is what ablate.py compares."),
+        ("ablate.switch=loss loss.impl=torch", "loss.impl is what ablate.py compares."),
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
         ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
@@ -129,7 +130,7 @@ def no_memory(*_):
     ("fails", "code", "said"),
     [
         (lambda *_: os.kill(os.getpid(), signal.SIGTERM), 143, "To go on, add folder=runs/"),
-        (no_memory, ablate.OUT_OF_MEMORY, "ablate.parity_seeds=0"),
+        (no_memory, OUT_OF_MEMORY, "ablate.parity_seeds=0"),
     ],
 )
 def test_a_signal_and_a_lack_of_memory_keep_what_was_measured(
@@ -148,7 +149,7 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
     found = ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED, FUSED_AGAIN} and parity.arm == FUSED and not parity.holds
-    assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
+    assert any("Compared: loss.impl. All arms have norm.impl=torch, mlp.impl=fused." in note for note in found.notes)
     assert "parity FAILS" in (here() / "report.md").read_text(encoding="utf-8")
 
 

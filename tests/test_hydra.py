@@ -9,6 +9,7 @@ import sys
 import pytest
 from hydra.core.hydra_config import HydraConfig
 
+import compare
 import configs
 import train
 from configs import compose
@@ -23,7 +24,9 @@ def asked(monkeypatch, tmp_path):
     """The jobs that commands ask for: the folder of each, and its config. They are not run."""
     jobs = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg))))
+    monkeypatch.setattr(
+        train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg, [])))
+    )
     return jobs
 
 
@@ -52,10 +55,14 @@ def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder(asked,
         ("experiment=shakespeare_char norm.impl=torch", r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_shakespeare_nanogpt_char_torch"),
         ("folder=a/b", "a/b"),
         ("hydra.run.dir=c", "c"),
+        ("data=tinystories norm.impl=torch", "runs/[^/]*_tinystories_tiny_torch"),
+        ("logging.name='a/b c' resume=runs/2026-01-02_03-04-05_mine", "runs/[^/_]*_[^/_]*_a-b-c"),
+        ("resume=runs/2026-01-02_03-04-05_resumed_mine/best", "runs/[^/_]*_[^/_]*_resumed_mine"),
+        ("resume=runs/2026-01-02_03-04-05_mine/checkpoints/step_00000200", "runs/[^/_]*_[^/_]*_resumed_mine"),
     ],
 )
 def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, overrides, folder):
-    assert train.main(["device=cpu", *overrides.split()]) == 0
+    assert train.main(["device=cpu", *re.split(r" (?=\w+[.=])", overrides)]) == 0
     assert re.fullmatch(f"{tmp_path}/{folder}", asked[0][0])
 
 
@@ -73,6 +80,8 @@ def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, ov
         ("compare.diverged=2", "compare.diverged is read only by compare.py. Leave it out."),
         ("+foo=1", "error: foo: no such key."),
         ("--config-name=none", "Cannot find primary config 'none'."),
+        ("resume=atuo", "resume=atuo: no such run. Did you mean auto?"),
+        ("hydra.run.dir=mine model.heads=3", "model.heads=3 does not divide"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, arguments, message):
@@ -80,7 +89,8 @@ def test_a_mistake_is_refused_before_anything_starts(tmp_path, monkeypatch, caps
     monkeypatch.setattr(train, "train", lambda *_: pytest.fail("trained"))
     assert train.main(["device=cpu", *arguments.split()]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and message in said and not run_folders(tmp_path)
+    assert said.startswith("error: ") and message in said
+    assert [*tmp_path.iterdir()] in ([], [tmp_path / "runs"]) and not run_folders(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +122,10 @@ def test_options_of_a_folder_of_ones_own_stand_beside_ours_and_their_mistakes_ar
     said = capsys.readouterr().err
     assert "experiment=mnie: no such option. Did you mean mine?" in said
     assert "model.layer: no such key. Did you mean model.layers?" in said
+    (own / "study").mkdir()
+    (own / "study" / "ours.yaml").write_text("# @package compare\nclaim: It is so.\n")
+    assert compare.main(["--help", *command[:2]]) == 0
+    assert re.search(r"study=ours +It is so\.\n", capsys.readouterr().out)
     assert train.main(["device=cpu", "model=tiny"]) == 0 and configs.load(["device=cpu"]).model.layers == 4
 
 

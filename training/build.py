@@ -6,7 +6,7 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor, nn
 
-from configs import Config, command_line
+from configs import Config, as_config_errors
 from configs.schema import Parallel, TrainConfig
 from model import GPT
 from model.loss import TWO_PASSES
@@ -52,7 +52,7 @@ def build(
         ConfigError: options of the model that do not fit together, or what `fill` or `restore` refuse.
     """
     torch.manual_seed(cfg.seed)
-    with world.shared_errors(), command_line.as_config_errors():
+    with world.shared_errors(), as_config_errors():
         with torch.device(draw_on):
             model = GPT(cfg.model, cfg.norm, vocab_size, cfg.loss, cfg.mlp)
         if torch.device(draw_on).type == "meta":

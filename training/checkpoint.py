@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from configs import Config, ConfigError, from_dict, to_dict
-from configs.command_line import as_config_errors
+from configs import Config, ConfigError, as_config_errors, from_dict, to_dict
 from configs.compose import as_typed
 from data.order import VERSION
 from measure.files import relative

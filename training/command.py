@@ -1,7 +1,11 @@
 """How programs of `hydra.main` begin and end, and what Hydra asks them: names of folders, and the text of --help."""
 
+import json
 import os
+import re
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -9,20 +13,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from configs import Config, ConfigError, command_line, compose, keys, machine
+from configs import Config, ConfigError, compose, machine
 from measure.environment import environment
 from measure.files import StorageError, relative
 from training import storage
 from training.distributed import World, join
 from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
+from training.metrics import NonFiniteError
 
+OUT_OF_MEMORY = 3  # exit code of a program that measures
 NO_FOLDER = "resume=auto goes on in the folder that the command names: add folder=runs/NAME (in a sweep that of the sweep)."
+TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # the variable with the file of which torchrun reports why a rank failed
+
+full_errors = False  # whether the user has set HYDRA_FULL_ERROR=1; programs set it themselves
 
 
 class Failed(Exception):
@@ -45,28 +54,21 @@ def started() -> str:
     return world().on_first(lambda: datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
 
 
-def start(
-    task: Callable[[], object],
-    help_text: Callable[[Config], str],
-    arguments: Sequence[str] | None = None,
-    stopped: Callable[[], str] | None = None,
-) -> int:
+def start(task: Callable[[], object], help_text: Callable[[Config], str], arguments: Sequence[str] | None = None) -> int:
     """Runs a function of `hydra.main` as the whole program.
 
     Args:
         help_text: what --help prints, with the values of a config; Hydra fills in $APP_CONFIG_GROUPS.
         arguments: of the command; None: those of this process.
-        stopped: of a program that is one process: what to say after a signal.
 
     Returns:
         The exit code. 0: done. 1: NaN, or a full disk. 2: an error in the config. 128 plus the signal's number: a signal. For
         a sweep, the highest of its runs.
     """
+    global full_errors
     take_any_encoding()
-    here, code = world(), 0
-    full = os.environ.get("HYDRA_FULL_ERROR", "")
-    command_line.full_errors = full == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, which have one line here
+    here, code, full = world(), 0, os.environ.get("HYDRA_FULL_ERROR", "")
+    full_errors, os.environ["HYDRA_FULL_ERROR"] = full == "1", "1"  # Hydra then raises its errors, which have one line here
     if not here.leads:
         mute(sys.stdout)
     exit_on_signals()
@@ -74,7 +76,8 @@ def start(
     started()
 
     def template(*, _root_: DictConfig) -> str:  # in which Hydra takes a single $ for a name
-        return help_text(compose.typed(_root_)).replace("$", "$$").replace("$$APP_CONFIG_GROUPS", "$APP_CONFIG_GROUPS")
+        text = help_text(compose.typed(_root_, _root_.hydra.overrides.task))
+        return text.replace("$", "$$").replace("$$APP_CONFIG_GROUPS", "$APP_CONFIG_GROUPS")
 
     OmegaConf.register_new_resolver("prenorm.help", template, replace=True)
     # overrides come first: argparse would take those behind an option for another list of arguments
@@ -87,24 +90,16 @@ def start(
         else:
             with compose.explained():
                 task()
-    except ConfigError as error:
-        code = command_line.refuse(error) if here.leads else command_line.EXIT_CODE
-    except StorageError as error:
-        show(f"stopped: {error}", sys.stderr)
-        code = 1
-    except Failed as error:
-        code = error.code
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
-    except (KeyboardInterrupt, Stopped) as stop:
-        # Ctrl-C before the first step, from which on Interrupt handles it, or the second one
-        code = 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # a number
-        if stopped:
-            show(stopped(), sys.stderr)
+    except KeyboardInterrupt:  # before the first step, from which on Interrupt handles it, or the second one
+        code = 130
     except SystemExit as end:
         if isinstance(end.code, str):
             raise  # an error on this rank alone: it waits for nobody, and torchrun ends the other ranks
         code = end.code or 0
+    except Exception as error:
+        code = report(error)
     finally:
         sys.argv, os.environ["HYDRA_FULL_ERROR"] = before, full
         GlobalHydra.instance().clear()
@@ -115,28 +110,65 @@ def start(
     return code
 
 
+def report(error: Exception) -> int:
+    """Says why the work of a command ends, once for all ranks. Returns the exit code. Raises an error that nobody foresaw."""
+    if isinstance(error, Failed):
+        return error.code
+    if isinstance(error, ConfigError):
+        code, text = 2, f"error: {error}"
+    elif isinstance(error, NonFiniteError | StorageError):
+        code, text = 1, f"stopped: {error}"
+    elif isinstance(error, torch.OutOfMemoryError) and world().size == 1:
+        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
+        code, text = 1, f"out of memory: {str(error).splitlines()[0]}\n{hint}"
+    else:
+        get_error_handler().record_exception(error)  # torchrun's report of this rank then has the traceback
+        raise error
+    if world().leads:
+        if full_errors:
+            traceback.print_exception(error)
+        show(text, sys.stderr)
+        if TORCHRUN in os.environ:  # its report then ends with the message, which a traceback would hide
+            said = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": f"{int(time.time())}"}}
+            Path(os.environ[TORCHRUN]).write_text(json.dumps({"message": said}), encoding="utf-8")
+    return code
+
+
 def use_one_thread() -> None:
     """Runs backward in the thread of forward. This process trains on one device: a thread for that device would only find cold
     caches, which takes up to a third of a CPU-bound step."""
     torch.autograd.set_multithreading_enabled(False)
 
 
-# ---- what configs/config.yaml asks for ---------------------------------------------------------------------------------------
+# ---- folders -----------------------------------------------------------------------------------------------------------------
 
 
-def _folder(kind: str, time: str, *, _root_: DictConfig) -> str:
-    """`folder`, or runs/TIME_NAME."""
-    cfg = compose.typed(_root_)
-    name = command_line.run_name(cfg, str(_root_.hydra.runtime.choices.model)) if kind == "run" else kind
-    return cfg.folder or f"runs/{time}_{name}"
+def folder_of(kind: str, time: str, *, _root_: DictConfig) -> str:
+    """For configs/*.yaml: `folder`, or runs/TIME_NAME. The name of a run is logging.name, the run that it resumes, or what it
+    trains."""
+    if _root_.folder:
+        return str(machine.expanded(_root_.folder))
+    name = kind
+    if kind == "run":
+        data: Any = OmegaConf.to_object(_root_.data)
+        resumed = Path(re.sub(r"/(last|best|checkpoints/\w+)/*$", "", _root_.resume)).name
+        resumed = "resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", resumed).removeprefix("resumed_")
+        trains = f"{data.called}_{_root_.hydra.runtime.choices.model}_{_root_.norm.impl}"
+        name = _root_.logging.name or (trains if _root_.resume in ("never", "auto") else resumed)
+    return f"runs/{time}_{safe(name)}"
+
+
+def safe(name: str) -> str:
+    """A name that a file may have and that resume= takes without quotes."""
+    return re.sub(r"[^\w.+-]+", "-", name)[:120].rstrip("_")
 
 
 OmegaConf.register_new_resolver("prenorm.started", started, use_cache=True, replace=True)  # jobs of a sweep share it
-OmegaConf.register_new_resolver("prenorm.folder", _folder, replace=True)
-OmegaConf.register_new_resolver("prenorm.safe", command_line.safe, replace=True)
+OmegaConf.register_new_resolver("prenorm.folder", folder_of, replace=True)
+OmegaConf.register_new_resolver("prenorm.safe", safe, replace=True)
 
 
-def names_folder(cfg: Config | DictConfig) -> bool:
+def names_folder(cfg: Config) -> bool:
     """Whether the command names the folder of its run, so that it may have one already. Raises ConfigError: it names two."""
     by_hydra = [text for text in HydraConfig.get().overrides.hydra if "hydra.run.dir=" in text or "hydra.sweep.dir=" in text]
     if by_hydra and cfg.folder:
@@ -144,52 +176,32 @@ def names_folder(cfg: Config | DictConfig) -> bool:
     return bool(by_hydra or cfg.folder)
 
 
-# ---- ablate.py and compare.py ------------------------------------------------------------------------------------------------
-
-
-def program(
-    name: str,
-    work: Callable[[list[str]], int],
-    help_text: Callable[[], str],
-    stopped: Callable[[], str],
-    arguments: Sequence[str] | None,
-) -> int:
-    """Does the work of a program that measures, with the overrides of its command, or what Hydra's options ask for.
+@contextmanager
+def place(cfg: Config, program: str, less_memory: str) -> Iterator[Path]:
+    """The folder of a program that measures, such as "ablate.py", locked: hydra.sweep.dir, which is a new one, or with
+    resume=auto that of an earlier process. Says how to go on if a signal or a lack of memory ends the block.
 
     Args:
-        name: of the program, and of its config in configs/, such as "ablate".
-        stopped: what to say after a signal.
+        less_memory: what the program needs less memory with.
 
-    Returns:
-        The exit code: that of `work`; 1 for a full disk, 2 for a config that is refused, 128 plus its number for a signal.
+    Raises:
+        ConfigError: the folder can't be used.
     """
-
-    def task(overrides: list[str]) -> int:
-        if machine.by_torchrun():
-            raise ConfigError(f"torchrun: {name}.py is one process on one device. Start it without: python {name}.py ...")
-        return work(overrides)
-
-    decorated: Any = hydra.main(config_path=str(keys.FOLDER), config_name=name, version_base=None)(task)
-    return start(decorated, lambda _: help_text(), arguments, stopped)
-
-
-@contextmanager
-def place(cfg: Config, name: str) -> Iterator[Path]:
-    """The folder of the program `name`, locked: hydra.sweep.dir, which is a new one, or with resume=auto that of an earlier
-    process. Raises ConfigError: it can't be used."""
     if cfg.resume not in ("never", "auto"):
-        goes_on = f"{name} goes on with folder={cfg.resume} resume=auto and the same arguments"
+        goes_on = f"{program} goes on with folder={cfg.resume} resume=auto and the same arguments"
         raise ConfigError(f"resume={cfg.resume}: {goes_on}. For the weights of a run: init_from=PATH.")
     if (resumes := cfg.resume == "auto") and not names_folder(cfg):
         raise ConfigError(NO_FOLDER)
     wanted = Path(HydraConfig.get().sweep.dir)
-    with storage.claim(wanted, name, resumes=resumes) as folder:
+    with storage.claim(wanted, program, resumes=resumes) as folder:
         if folder != wanted:
             show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
-        yield folder
-
-
-def own_keys(section: str) -> str:
-    """The keys of a section with their defaults, a line each, for help."""
-    lines = command_line.describe_keys(Config()).splitlines()
-    return "".join(f"{line}\n" for line in lines if line.strip().startswith(f"{section}."))
+        goes_on = f"What is finished is kept. To go on, add folder={relative(folder)} resume=auto to the command."
+        try:
+            yield folder
+        except (KeyboardInterrupt, Stopped):
+            show(f"stopped. {goes_on}", sys.stderr)
+            raise
+        except torch.OutOfMemoryError as error:
+            show(f"out of memory: {str(error).splitlines()[0]}\n{less_memory}\n{goes_on}", sys.stderr)
+            raise SystemExit(OUT_OF_MEMORY) from None

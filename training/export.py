@@ -21,8 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from configs import Config, ConfigError, keys, machine
-from configs.command_line import as_config_errors
+from configs import Config, ConfigError, as_config_errors, keys, machine
 from configs.schema import Activation, ModelConfig, NormKind, Positions
 from data import Tokenizer
 from measure.files import StorageError, as_storage_errors, relative, replacing

@@ -17,8 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import configs
-from configs import ConfigError, keys
-from configs.command_line import as_config_errors
+from configs import ConfigError, as_config_errors, keys
 from measure.files import StorageError
 from measure.plots import COLOURS, GREY, bare, finish, legend_below, look, may_replace, pyplot, ticker
 from training.storage import read_metrics

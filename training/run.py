@@ -17,8 +17,7 @@ import torch
 from tqdm import tqdm
 
 import configs
-from configs import Config, ConfigError
-from configs.command_line import as_config_errors
+from configs import Config, ConfigError, as_config_errors
 from data import Tokenizer
 from data.order import VERSION
 from measure.environment import environment

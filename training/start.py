@@ -7,7 +7,6 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
                a new folder
 """
 
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,18 +16,17 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import configs
 import ops
-from configs import Config, ConfigError, command_line, compose, machine, rules
-from configs.command_line import as_config_errors
+from configs import Config, ConfigError, as_config_errors, compose, keys, machine, rules
 from configs.machine import Machine
 from configs.schema import NormImpl, Parallel, Precision
 from data import Corpus, identity
-from measure.files import StorageError, relative
+from measure.files import relative
 from training import checkpoint, storage, tracking
-from training.command import NO_FOLDER, Failed, names_folder, use_one_thread, world
+from training.command import NO_FOLDER, Failed, names_folder, report, use_one_thread, world
 from training.distributed import ALONE, World
 from training.interrupt import show
 from training.metrics import NonFiniteError
@@ -36,8 +34,6 @@ from training.precision import MixedPrecision, set_deterministic
 from training.run import Run, Start, Summary, open_run
 
 Train = Callable[[Config, Run, Machine, World], Summary]
-
-ALONE_HERE = "This rank ends, and torchrun ends the others."
 
 
 def job(train: Train, composed: DictConfig) -> float | None:
@@ -50,68 +46,49 @@ def job(train: Train, composed: DictConfig) -> float | None:
         Failed, SystemExit: in a sweep or not; why has been printed.
     """
     asked, here = HydraConfig.get(), world()
-    sweep, overrides, folder = asked.mode is RunMode.MULTIRUN, list(asked.overrides.task), Path(asked.runtime.output_dir)
+    sweep, overrides = asked.mode is RunMode.MULTIRUN, list(asked.overrides.task)
     use_one_thread()  # a launcher may have started this process
-    if sweep and here.leads:
+    if sweep:
         show(f"[sweep] {asked.job.num + 1}: {' '.join(overrides)}")
     try:
-        loss, code = _run(train, composed, Path(relative(folder)), overrides, sweep) or (None, 0)
-    except Exception:
-        if sweep and here.size > 1:  # the next job of this rank would wait for ranks that still wait in this one
+        return _run(train, composed, Path(relative(Path(asked.runtime.output_dir))), overrides, sweep)
+    except Exception as error:
+        if sweep and here.size > 1 and not isinstance(error, ConfigError | NonFiniteError):  # which all ranks have
             traceback.print_exc()
-            raise SystemExit(ALONE_HERE) from None
-        raise
-    if code:
-        raise Failed(code) if sweep else SystemExit(code)
-    return loss
+            get_error_handler().record_exception(error)
+            # the next job of this rank would wait for ranks that still wait in this one
+            raise SystemExit("This rank ends, and torchrun ends the others.") from None
+        code = report(error)
+        raise Failed(code) if sweep else SystemExit(code) from None
 
 
-@record  # torchrun's report of a rank that failed then has the traceback
-def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str], sweep: bool) -> tuple[float | None, int]:
-    """The loss of the run, and the exit code of its end. The reason of another code than 0 is printed."""
+def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str], sweep: bool) -> float:
+    """The last validation loss of the run."""
     here = world()
-    try:
-        if sweep or not names_folder(composed):
-            with suppress(OSError):  # Hydra has made it; a run that starts makes it again, and a run that goes on has its own
-                folder.rmdir()
-        with here.shared_errors():
-            # in a sweep another job may be the one where a key counts, and its sweeper has seen them all
-            [cfg] = compose.check_jobs([overrides], lambda _: composed, None if sweep else "train.py")
-        chosen = names_folder(cfg) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
-        origin = here.on_first(lambda: find_start(cfg, folder, overrides, chosen=chosen))
-        if origin.finished and origin.stored:
-            if here.leads:
-                show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
-            return origin.stored.state["validation"]["loss"], 0
-        with here.shared_errors():
-            inspected = machine.inspect(origin.cfg.device)
-            rules.check(origin.cfg, inspected)
-            tracking.with_defaults(origin.cfg.logging)
-        set_deterministic(origin.cfg.deterministic)
-        with open_run(origin, torch.device(inspected.device), folder.parent.name if sweep else None, here) as run:
-            summary = train(origin.cfg, run, inspected, here)
-    except (NonFiniteError, StorageError) as error:
-        if here.leads:
-            show(f"stopped: {error}", sys.stderr)
-            command_line.record_for_torchrun(error)
-        if sweep and here.size > 1 and isinstance(error, StorageError):
-            # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
-            raise SystemExit(ALONE_HERE) from None
-        return None, 1
-    except torch.OutOfMemoryError as error:
-        if here.size > 1:
-            raise
-        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
-        show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
-        return None, 1
-    except ConfigError as error:
-        return None, command_line.refuse(error) if here.leads else command_line.EXIT_CODE
-    if here.leads:
-        show(str(summary))
-    return summary.final.loss, 0
+    with suppress(OSError):  # Hydra has made it; a run that starts makes it again, and a run that goes on has its own
+        folder.rmdir()
+    with here.shared_errors():
+        asked = compose.typed(composed, overrides)
+        chosen = names_folder(asked) or (sweep and asked.resume != "auto")  # a job of a sweep resumes in its own folder
+    origin = here.on_first(lambda: find_start(asked, folder, overrides, chosen=chosen))
+    cfg = origin.cfg
+    if origin.finished and origin.stored:
+        show(f"{relative(origin.folder)} has finished: step {origin.step} of {cfg.train.steps}.")
+        return origin.stored.state["validation"]["loss"]
+    with here.shared_errors():
+        inspected = machine.inspect(cfg.device)
+        rules.check(cfg, inspected)
+        if not (sweep and asked.resume in ("never", "auto")):  # else the sweeper has seen all jobs: a key may count in another
+            rules.check_given(configs.given(overrides), [cfg], "train.py")
+        tracking.with_defaults(cfg.logging)
+    set_deterministic(cfg.deterministic)
+    with open_run(origin, torch.device(inspected.device), folder.parent.name if sweep else None, here) as run:
+        summary = train(cfg, run, inspected, here)
+    show(str(summary))
+    return summary.final.loss
 
 
-@command_line.as_config_errors()
+@as_config_errors()
 def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> Start:
     """Finds where the run of a command begins. Writes nothing.
 
@@ -132,6 +109,8 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     run = folder if auto else Path(cfg.resume)
     if run.name == storage.FOLDER:
         run = run.parent
+    if not auto and not run.exists() and (near := keys.did_you_mean(cfg.resume, ["auto", "never"])):
+        raise ConfigError(f"{this}: no such run.{near}")
     with as_config_errors(f"folder={folder}" if auto else this):
         kept, problems = storage.newest(run)
         if kept is None and auto:
@@ -144,12 +123,10 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     before = stored.cfg
     if not auto:  # an earlier command's resume_with_changes does not count for this one
         cfg = configs.from_dict(stored.state["config"] | {"resume_with_changes": False}, overrides)
-        rules.check_given(configs.given(overrides), [cfg])
     if cfg.train.precision is Precision.auto:  # another device would choose another dtype
         cfg.train.precision = before.train.precision
-    finished = auto and Start(cfg, run, stored, in_place=True).finished
-    with as_config_errors():  # a finished run needs its text no more
-        same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
+    finished = auto and Start(cfg, run, stored, in_place=True).finished  # such a run needs its text no more
+    same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
     changed = rules.check_resumed(before, cfg, same_corpus)
     in_place = auto or (kept is not None and (here if chosen else not changed))
     if in_place and not auto:

@@ -17,8 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from configs import ConfigError
-from configs.command_line import as_config_errors
+from configs import ConfigError, as_config_errors
 from configs.compose import as_typed
 from data.cache import SUMS, verify
 from measure.files import as_storage_errors, discard, relative, replacing, sync

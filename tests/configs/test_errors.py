@@ -102,8 +102,8 @@ def test_all_numbers_out_of_range_or_else_all_broken_rules_are_reported_at_once(
 
 @pytest.mark.parametrize("name", ["norm.impl", "train.compile", "train.graph", "profile", "deterministic"])
 def test_ablate_refuses_the_keys_that_it_sets_itself(name):
-    with pytest.raises(ConfigError, match=f"{name}=1: {name} (is|would)"):
-        rules.check_ablation(["seed=1", f"{name}=1"])
+    with pytest.raises(ConfigError, match=f"{name} (is|would)"):
+        rules.check_ablation(configs.from_dict({}), ["seed", name])
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,41 @@
-"""How ablate.py and compare.py end."""
+"""How programs end, what their own help has, and where torchrun is refused."""
 
 import pytest
 
+import ablate
+import compare
 from configs import ConfigError
 from measure.files import StorageError
 from tests.runs import raising
-from training.command import own_keys, program
+from training.command import start
 from training.distributed import ALONE
 from training.interrupt import Stopped
 
 
 @pytest.mark.parametrize(
-    ("work", "code", "said"),
+    ("task", "code", "said"),
     [
-        (lambda overrides: len(overrides), 1, ""),
+        (lambda: None, 0, ""),
         (raising(ConfigError("seed=x: no")), 2, "error: seed=x: no"),
         (raising(StorageError("report.md can't be written")), 1, "stopped: report.md"),
-        (raising(KeyboardInterrupt()), 130, "to go on"),
-        (raising(Stopped(143)), 143, "to go on"),
+        (raising(KeyboardInterrupt()), 130, ""),
+        (raising(Stopped(143)), 143, ""),
     ],
 )
-def test_the_exit_code_tells_how_it_ended(work, code, said, capsys):
-    assert program("ablate", work, str, lambda: "stopped; to go on: …", ["seed=1,2"]) == code
+def test_the_exit_code_tells_how_it_ended(task, code, said, capsys):
+    assert start(task, str, []) == code
     assert said in capsys.readouterr().err
 
 
-def test_help_does_no_work_and_torchrun_is_refused(monkeypatch, capsys):
-    never = raising(AssertionError("worked"))
-    assert program("ablate", never, lambda: f"$ {own_keys('ablate')}", never, ["--help", "seed=1"]) == 0
-    assert "ablate.cycles=12" in (said := capsys.readouterr().out) and said[:2] == "$ " and "train." not in said
+@pytest.mark.parametrize("program", [ablate, compare])
+def test_help_does_no_work_and_torchrun_is_refused(program, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    name = program.__name__
+    assert program.main(["--help", "seed=1"]) == 0
+    said = capsys.readouterr().out
+    assert f"  {name}." in said and said.startswith(program.__doc__) and "  optim.lr" not in said
     monkeypatch.setattr("training.command.join", lambda: ALONE)
-    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    assert program("ablate", never, str, never, []) == 2
-    assert "ablate.py is one process on one device" in capsys.readouterr().err
+    for variable in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
+        monkeypatch.setenv(variable, "0")
+    assert program.main([]) == 2
+    assert f"{name}.py is one process on one device" in capsys.readouterr().err and not list(tmp_path.iterdir())

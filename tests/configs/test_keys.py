@@ -1,33 +1,17 @@
-"""Names of run folders, what --help says of the keys, and the commands of a W&B sweep."""
+"""What --help says of the keys, and the commands of a W&B sweep."""
 
 import re
 
-import pytest
 from wandb.sdk.launch.sweeps import utils as sweeps
 
 import configs
-from configs import command_line, keys
+from configs import keys
 from tests.runs import CPU
-
-
-@pytest.mark.parametrize(
-    ("name", "resume", "folder"),
-    [
-        (None, "auto", "tinystories_gpt2_torch"),
-        ("a/b c", "runs/2026-01-02_03-04-05_mine", "a-b-c"),
-        (None, "runs/2026-01-02_03-04-05_resumed_mine/best", "resumed_mine"),
-        (None, "runs/2026-01-02_03-04-05_mine/checkpoints/step_00000200", "resumed_mine"),
-    ],
-)
-def test_a_run_is_named_by_what_it_trains(name, resume, folder):
-    cfg = configs.from_dict({"data": {"name": "tinystories"}, "norm": {"impl": "torch"}})
-    cfg.logging.name, cfg.resume = name, resume
-    assert command_line.run_name(cfg, "gpt2") == folder
 
 
 def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_its_choices():
     plain = configs.compose_only([])
-    text = command_line.describe_keys(plain)
+    text = keys.describe(plain)
     given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", text, re.MULTILINE))
     for name, key in keys.schema().items():
         meaning = key.metadata["meaning"]

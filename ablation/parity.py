@@ -35,8 +35,7 @@ fails if its tested arm is GROSS times as far as expected, or shifted by as much
 and the mean over seeds must stay below GROSS_FEW, as FEW seeds or fewer have no t-test, and a few more estimate their spread
 roughly. `python -m benchmarks.parity_errors` measures how often a correct arm fails.
 
-Ten steps, the default, say nothing of where training ends. The validation losses behind them are told, and not judged:
-`compare.py` compares outcomes.
+Ten steps, the default, say nothing of where training ends: `compare.py` compares outcomes.
 
 Dropout on attention weights is off in all arms. It draws from torch's generator, and what it draws depends on the dtype.
 """
@@ -60,11 +59,8 @@ from configs import Config
 from configs.schema import Switch
 from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
-from measure.statistics import mean_interval
-from training.evaluation import Evaluation
 from training.precision import MixedPrecision
 
-EVAL_BATCHES = 8  # unless the config says
 Quantities = Mapping[str, Mapping[str, Iterable[Tensor]]]  # by name: by arm, the tensors that are compared as one
 
 
@@ -75,7 +71,6 @@ class SeedRun:
     seed: int
     losses: dict[str, list[float]]  # by arm: for each step; nats per token
     distances: dict[str, dict[str, Distances]]  # by tested arm, by quantity
-    val_loss: dict[str, float]  # by arm
 
 
 def parity(variant: Variant, precision: MixedPrecision, corpus: Corpus) -> list[Parity]:
@@ -86,11 +81,11 @@ def parity(variant: Variant, precision: MixedPrecision, corpus: Corpus) -> list[
         ValueError: the model's options do not fit together or the corpus is too short.
     """
     cfg, tested = variant.cfg, variant.tested
-    runs = [measure(cfg, cfg.seed + number, precision, corpus, tested) for number in range(cfg.ablate.parity_seeds)]
+    runs = [run_seed(cfg, cfg.seed + number, precision, corpus, tested) for number in range(cfg.ablate.parity_seeds)]
     return [judge(runs, arm, precision, variant.overrides) for arm in tested]
 
 
-def measure(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
+def run_seed(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
     """Trains the arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
     cfg.seed, cfg.model.attention_dropout = seed, 0.0
@@ -125,7 +120,7 @@ def measure(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, t
     }
     last = {"parameters": {name: list(arm.state.model.parameters()) for name, arm in arms.items()}}
     found = {arm: distances(curves, arm) | of_first[arm] | distances(last, arm) for arm in tested}
-    return SeedRun(seed, losses, found, {name: validation_loss(arm, corpus) for name, arm in arms.items()})
+    return SeedRun(seed, losses, found)
 
 
 def distances(quantities: Quantities, tested: str) -> dict[str, Distances]:
@@ -150,31 +145,19 @@ def layer_of(parameter: str) -> str:
     return f"norms of block {rest[0]}" if "norm" in parameter else f"block {rest[0]}"
 
 
-def validation_loss(arm: Arm, corpus: Corpus) -> float:
-    """Nats per token."""
-    cfg = arm.cfg
-    rows, batches = cfg.train.batch_size // cfg.train.accumulation, cfg.eval.batches or EVAL_BATCHES
-    model, context = arm.state.model, cfg.model.context
-    return Evaluation(model, corpus.val, arm.precision, context=context, batch_size=rows, batches=batches)().loss
-
-
 def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, overrides: dict[str, str]) -> Parity:
     """The verdict on a tested arm over seeds, by the statistic at the head of this file."""
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"
-    arms = (REFERENCE, TORCH, arm, *ORDER_NAMES)
     found = {name: [run.distances[arm][name] for run in runs] for name in runs[0].distances[arm]}
     level = LEVEL / ((2 * len(found) - 1) * len(runs[0].distances))
     sizes = [size_test(name, of, level, exact) for name, of in found.items()]
     tests = sizes + [sign_test(name, of, level) for name, of in found.items() if name != "parameters"]
 
-    val_loss = {name: [run.val_loss[name] for run in runs] for name in arms}
-    difference = mean_interval(np.subtract(val_loss[arm], val_loss[TORCH]))
-    sick = [name for name in arms if not np.isfinite([run.losses[name] for run in runs]).all()]
+    sick = [name for name in (REFERENCE, TORCH, arm, *ORDER_NAMES) if not np.isfinite([run.losses[name] for run in runs]).all()]
     failures = sorted((test for test in tests if not test.quantity.holds), key=lambda test: -test.excess)
 
     steps = len(runs[0].losses[TORCH])
     setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {steps} steps in {precision}"
-    val = f"the validation losses then differ by {difference.median:+.2g} nats ({arm} − torch, the mean)"
     if sick:
         verdict = f"Parity fails: the loss of {' and '.join(sick)} is not finite."
     elif failures:
@@ -183,7 +166,7 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
         worst = max((test.quantity for test in sizes), key=lambda q: q.tested.median)
         verdict = (
             f"Parity holds: {setting}, no quantity of {arm} is farther from {exact} than rounding explains (the "
-            f"farthest: {worst.name}, {worst.tested.median:.2f} ×; {worst.beside}); {val}."
+            f"farthest: {worst.name}, {worst.tested.median:.2f} ×; {worst.beside})."
         )
         if arm == FUSED and ops.backend_for(precision.device) == "PyTorch reference":
             verdict += " No kernel ran: TRITON_INTERPRET=1 runs them on a CPU, slowly."
@@ -194,8 +177,6 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
         seeds=[run.seed for run in runs],
         steps=steps,
         quantities=[test.quantity for test in tests],
-        val_loss=val_loss,
-        val_difference=difference,
         holds=not sick and not failures,
         verdict=verdict,
         distances=found,

@@ -1,6 +1,5 @@
 """What an ablation finds, as plain data, and on disk: report.json, steps.jsonl and kernels.jsonl."""
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,8 +10,8 @@ from ablation.rounding import Distances, Quantity
 from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
 from measure.comparison import TWIN, Comparison, Pairs, cycle_times, is_twin
-from measure.files import replace_text
-from measure.statistics import Interval, spread
+from measure.files import json_text, replace_text
+from measure.statistics import spread
 from measure.tables import label
 
 
@@ -101,8 +100,6 @@ class Parity:
     seeds: list[int]
     steps: int
     quantities: list[Quantity]
-    val_loss: dict[str, list[float]]  # by arm: for each seed
-    val_difference: Interval  # the tested arm − torch, pairs are seeds: the mean, with Student's interval
     holds: bool
     verdict: str
     distances: dict[str, list[Distances]]  # by quantity: for each seed; the tests are of these
@@ -124,10 +121,9 @@ def save(ablation: Ablation, folder: Path) -> None:
     """Writes the three files, report.json last. Each is replaced in one step, so that no reader sees half a file.
 
     A line is a block in steps.jsonl, a kernel in kernels.jsonl. report.json has the fields of this module, without what these
-    files have. For step times it has `block_steps`, the number in each block, and `step_ms`, their spread. A number that is NaN
-    or infinite is a string ("NaN", "Infinity"): JSON has none.
+    files have. For step times it has `block_steps`, the number in each block, and `step_ms`, their spread.
     """
-    report = json.loads(json.dumps(asdict(ablation)), parse_constant=str)
+    report = asdict(ablation)
     steps, kernels = list[dict[str, Any]](), list[dict[str, Any]]()
     for cell in report["cells"]:
         of_arms = cell["attribution"].pop("kernels") if cell["attribution"] else {}
@@ -140,5 +136,5 @@ def save(ablation: Ablation, folder: Path) -> None:
             steps += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
             kernels += [of | kernel for kernel in of_arms.get(name, ())]
     for file, lines in (("steps.jsonl", steps), ("kernels.jsonl", kernels)):
-        replace_text(folder / file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    replace_text(folder / "report.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        replace_text(folder / file, "".join(json_text(line, ensure_ascii=False) + "\n" for line in lines))
+    replace_text(folder / "report.json", json_text(report, indent=2, ensure_ascii=False) + "\n")

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import special
 from torch import Tensor, nn
 
-from measure.statistics import Interval, mean_interval, t_tail
+from measure.statistics import Interval, mean_interval
 from ops.adopt import lazy
 from ops.adopt.norms import AdoptedNorm
 
@@ -168,7 +169,7 @@ def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:
     above = float(samples.mean()) - bound
     if deviation == 0.0:
         return 0.0 if above > 0 else 1.0
-    return t_tail(above / deviation * math.sqrt(len(samples)), len(samples) - 1)
+    return float(special.stdtr(len(samples) - 1, -above / deviation * math.sqrt(len(samples))))
 
 
 def _interval(samples: np.ndarray, inverse: Callable[[float], float] = float) -> Interval:

@@ -7,7 +7,7 @@
 A step is forward under autocast to bf16 with weights in fp32, as with `bf16=True` of Trainer, backward and a fused AdamW
 update. All arms of a model are in one process, in short blocks that alternate. Arms with "plain loss" have transformers' loss,
 so that the gain of prenorm's or Liger's loss is seen by itself; with "own rotary", queries and keys are turned and normed as
-they were. An arm whose first loss or gradient is not that of the plain
+they were, with "own MLP" the MLP is. An arm whose first loss or gradient is not that of the plain
 model is an error, as is one whose library can't be imported.
 """
 
@@ -33,10 +33,14 @@ from measure.tables import NOTHING, aligned, interval_text, number
 from ops import adopt
 
 ADOPTED, ADOPTED_PLAIN, LIGER, LIGER_PLAIN = "adopted", "adopted, plain loss", "Liger", "Liger, plain loss"
-OWN_ROTARY, BOTH = "adopted, own rotary", "adopted, with Liger's MLP"
-ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, OWN_ROTARY, LIGER, LIGER_PLAIN, BOTH)
+OWN_ROTARY, OWN_MLP, BOTH = "adopted, own rotary", "adopted, own MLP", "adopted, with Liger's MLP"
+ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, OWN_ROTARY, OWN_MLP, LIGER, LIGER_PLAIN, BOTH)
 BASES = (TORCH, LIGER, LIGER_PLAIN)  # that others are compared with
-PARTS = {"loss": {ADOPTED: ADOPTED_PLAIN, LIGER: LIGER_PLAIN}, "rotary": {ADOPTED: OWN_ROTARY}}  # arms with and without it
+PARTS = {
+    "loss": {ADOPTED: ADOPTED_PLAIN, LIGER: LIGER_PLAIN},
+    "rotary": {ADOPTED: OWN_ROTARY},
+    "MLP": {ADOPTED: OWN_MLP},
+}  # arms with and without it
 SAME = 0.02  # of the loss and the gradient's norm, relative: rounding to bf16 stays below
 WARM_UP, STEPS = 3, 2  # of each arm, and of a block that count
 _WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "tie_word_embeddings": True}
@@ -63,7 +67,13 @@ class Arm:
         self.modeling, self.rotary = modeling, modeling.apply_rotary_pos_emb
         vars(modeling).update(before)
         if "adopted" in name:
-            adopt(self.model, rotary=name != OWN_ROTARY, loss=name != ADOPTED_PLAIN, verbose=False)
+            adopt(
+                self.model,
+                rotary=name != OWN_ROTARY,
+                mlp=name not in (OWN_MLP, BOTH),
+                loss=name != ADOPTED_PLAIN,
+                verbose=False,
+            )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def backward(self, tokens: Tensor) -> Tensor:

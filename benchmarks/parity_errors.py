@@ -1,6 +1,6 @@
 """How often the parity test of ablate.py fails for arms that are correct.
 
-python -m benchmarks.parity_errors                  24 seeds of the default `python ablate.py`, about ten minutes on two cores
+python -m benchmarks.parity_errors                  of the default `python ablate.py`, a minute or more a seed on two cores
 python -m benchmarks.parity_errors --seeds 6 ablate.parity_steps=2 model.width=64      to try it
 
 A run of ablate.py takes `ablate.parity_seeds` seeds. DRAWS such runs are drawn of those measured here. A record is one arm:
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ablation.parity import SeedRun, judge, measure
+from ablation.parity import SeedRun, judge, run_seed
 from ablation.variants import variants_of
 from benchmarks import command
 from benchmarks.command import Record
@@ -43,7 +43,7 @@ def records_of(runs: Sequence[SeedRun], arms: Sequence[str], seeds: int, precisi
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser("parity_errors", __doc__)
     parser.set_defaults(device="cpu")
-    parser.add_argument("--seeds", type=command.positive, default=24, help="to measure (%(default)s)")
+    parser.add_argument("--seeds", type=command.positive, default=11, help="to measure (%(default)s)")
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="as ablate.py takes them")
     options = command.parse(parser, argv)
     results = command.open_results(options, published=True)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
     with progress(options.seeds, "parity_errors", "seed") as bar:
         for seed in range(1, options.seeds + 1):
-            runs.append(measure(cfg, seed, precision, corpus, variant.tested))
+            runs.append(run_seed(cfg, seed, precision, corpus, variant.tested))
             bar.update()
     results.add(records_of(runs, variant.tested, cfg.ablate.parity_seeds, precision))
     for record in results.finish():

@@ -1,6 +1,6 @@
 """How often compare.py errs: studies that are drawn, whose truth is known, by the plan and the analysis of real ones.
 
-python -m benchmarks.study_errors                  about twenty minutes on one CPU core
+python -m benchmarks.study_errors                  about half an hour on one CPU core
 python -m benchmarks.study_errors --studies 20     to try it
 
 The loss of an arm rises from its best rate as a parabola in log rate, and beyond CLIFF as a cliff. Drawn are the noise of a run

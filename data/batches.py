@@ -1,30 +1,27 @@
 """Batches as a pure function of (seed, step, rank), and windows that cover a validation split.
 
-`batches[step]` gives the same tensors in any order, any number of times and in any process. It has no state that a restart or
-an evaluation could change. Another number of ranks cuts the same batch into other parts.
+`batches.starts(step)` is the same in any order, any number of times and in any process. It has no state that a restart or an
+evaluation could change. Another number of ranks cuts the same batch into other parts. `data.windows` reads the windows.
 
 An epoch is a permutation of non-overlapping windows of `context` tokens. The windows of each epoch start at another random
 offset, so that over the epochs a model sees a sentence at every position of its context. The sequence of all epochs is cut into
 global batches of `batch_size` windows. Each rank takes a contiguous part of a batch.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from data.order import VERSION, Order
-from data.windows import cut
 
 MOST_EPOCHS = 100  # in a batch: more are a mistake, and drawing them all would take hours
 
 
 class Batches:
-    """Training batches: `inputs, targets = batches[step]`, two int64 CPU tensors of shape [batch_size // ranks, context].
+    """Training batches: a window of a batch has `context` tokens and the one behind them.
 
-    `tokens` is a one-dimensional array of more than `context` integers. Of a memmap, only the windows of a batch are read.
-    Targets are the inputs shifted by one token. `order` is the version of `data.order` that a run has begun with.
+    `tokens` is a one-dimensional array of more than `context` integers. `order` is the version of `data.order` that a run has
+    begun with.
     """
 
     def __init__(
@@ -52,14 +49,8 @@ class Batches:
             raise ValueError(
                 f"train.batch_size={batch_size}: the training text has {self.windows} windows. Use a smaller batch."
             )
-        room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
-
-        @lru_cache(maxsize=2)  # a batch may span two epochs
-        def epoch_order(epoch: int) -> tuple[int, Order]:
-            windows = Order(self.windows, seed, epoch, order)
-            return windows.random % room, windows
-
-        self._epoch_order = epoch_order
+        self._room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
+        self._order = lru_cache(maxsize=2)(lambda epoch: Order(self.windows, seed, epoch, order))  # a batch may span two epochs
 
     def starts(self, step: int) -> np.ndarray:
         """The first token of each of this rank's windows, int64 [batch_size // ranks]."""
@@ -67,43 +58,22 @@ class Batches:
         epochs, windows = np.divmod(first + np.arange(self.rows), self.windows)
         starts = np.empty_like(windows)
         for epoch in np.unique(epochs):
-            offset, order = self._epoch_order(int(epoch))
-            starts[epochs == epoch] = offset + self.context * order[windows[epochs == epoch]]
+            order, there = self._order(int(epoch)), epochs == epoch
+            starts[there] = order.random % self._room + self.context * order[windows[there]]
         return starts
 
-    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return _pair(cut(self.tokens, self.starts(step), self.context + 1))
 
+def validation_starts(
+    tokens: int, *, context: int, batch_size: int, batches: int | None = None, rank: int = 0, ranks: int = 1
+) -> list[np.ndarray]:
+    """The first tokens of windows that cover a split once, in order, in batches of `batch_size` (the last may have fewer).
 
-class ValidationWindows:
-    """Windows that cover a split once, in order, in batches of `batch_size` rows (the last may have fewer).
-
-    Iteration gives `(inputs, targets)`, int64 CPU tensors of shape [rows, context]. Only an end shorter than a context is left
-    out. With several ranks, each rank takes every ranks-th batch and may have none. `batches` limits the number of batches;
-    their windows are spread evenly over the split, as its beginning may be one author or one subject.
+    Each batch is int64 [rows]. Only an end shorter than a context is left out. With several ranks, each rank takes every
+    ranks-th batch and may have none. `batches` limits the number of batches; their windows are spread evenly over the split, as
+    its beginning may be one author or one subject.
     """
-
-    def __init__(
-        self, tokens: np.ndarray, *, context: int, batch_size: int, batches: int | None = None, rank: int = 0, ranks: int = 1
-    ) -> None:
-        self.windows = (len(tokens) - 1) // context
-        assert self.windows  # load_corpus
-        self.tokens = tokens
-        self.context = context
-        self.batch_size = batch_size
-        taken = self.windows if batches is None else min(batches * batch_size, self.windows)
-        self.starts = context * (np.arange(taken, dtype=np.int64) * self.windows // taken)  # each window's first token
-        self.firsts = range(0, taken, batch_size)[rank::ranks]
-
-    def __len__(self) -> int:
-        """Batches of this rank."""
-        return len(self.firsts)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for first in self.firsts:
-            yield _pair(cut(self.tokens, self.starts[first : first + self.batch_size], self.context + 1))
-
-
-def _pair(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, each int64 [rows, context], of windows [rows, context + 1]."""
-    return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+    windows = (tokens - 1) // context
+    taken = windows if batches is None else min(batches * batch_size, windows)
+    assert taken  # load_corpus
+    starts = context * (np.arange(taken, dtype=np.int64) * windows // taken)
+    return np.split(starts, range(batch_size, taken, batch_size))[rank::ranks]

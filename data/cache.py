@@ -13,14 +13,14 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, BaseFileLock, FileLock, Timeout
 
 from configs import machine
 from measure.progress import progress
@@ -42,16 +42,17 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
     cache = machine.expanded(cache_dir)
     key = sha256(json.dumps(settings | {"sums": True}, sort_keys=True).encode()).hexdigest()[:16]
     safe = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "corpus"
-    folder = cache / f"{safe}-{key}"
+    folder, building = cache / f"{safe}-{key}", cache / f".{key}-{os.getuid()}.building"
     try:
-        _sweep(cache)
+        for left in cache.glob(f".*-{os.getuid()}.building"):  # by killed runs of this user: their locks are free
+            with suppress(Timeout, PermissionError), FileLock(left.with_suffix(".lock"), timeout=0):
+                shutil.rmtree(left, ignore_errors=True)
         if not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=cache).close()  # FileLock would wait for ever if no file can be made
-            own = f".{key}-{os.getuid()}"
-            with _waiting_for(cache / f"{own}.lock", name):
+            with _waited_for(FileLock(building.with_suffix(".lock")), name):
                 if not folder.is_dir():  # no other process built it while this one waited
-                    _build(folder, cache / f"{own}.building", build)
+                    _build(folder, building, build)
     except OSError as error:
         if error.errno is None:  # of what `build` reads, with a message of its own
             raise
@@ -64,27 +65,15 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
     return folder
 
 
-@contextmanager
-def _waiting_for(lock: Path, name: str) -> Iterator[None]:
-    """Holds a lock. Says so if another process holds it for a second; of the ranks of a node, the first one says it."""
-    held = FileLock(lock)
+def _waited_for(lock: BaseFileLock, name: str) -> AcquireReturnProxy:
+    """The lock, held. If another process holds it for a second, the first rank of a node says so."""
     try:
-        held.acquire(timeout=1)
+        return lock.acquire(timeout=1)
     except Timeout:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"data.name={name}: another process prepares it in {lock.parent}. Waiting.", file=sys.stderr, flush=True)
-        held.acquire()
-    try:
-        yield
-    finally:
-        held.release()
-
-
-def _sweep(cache: Path) -> None:
-    """Deletes what killed runs of this user have left half built: their locks are free."""
-    for building in cache.glob(f".*-{os.getuid()}.building"):
-        with suppress(Timeout, PermissionError), FileLock(building.with_suffix(".lock"), timeout=0):
-            shutil.rmtree(building, ignore_errors=True)
+            where = Path(lock.lock_file).parent
+            print(f"data.name={name}: another process prepares it in {where}. Waiting.", file=sys.stderr, flush=True)
+        return lock.acquire()
 
 
 def _build(folder: Path, building: Path, build: Callable[[Path], None]) -> None:
@@ -93,8 +82,7 @@ def _build(folder: Path, building: Path, build: Callable[[Path], None]) -> None:
     building.mkdir()
     try:
         build(building)
-        built = sorted(building.iterdir())
-        lines = [f"{digest}  {path.name}\n" for digest, path in zip(checksums(built), built, strict=True)]
+        lines = [f"{checksum(path)}  {path.name}\n" for path in sorted(building.iterdir())]
         (building / SUMS).write_text("".join(lines), encoding="utf-8")
         try:
             building.rename(folder)
@@ -105,21 +93,18 @@ def _build(folder: Path, building: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(building, ignore_errors=True)  # not there after the renaming
 
 
-def checksums(paths: Sequence[Path], advance: Callable[[int], object] = lambda size: None) -> list[str]:
-    """SHA-256 of the content of each file, in hexadecimal. `advance` is called with the bytes that have been read."""
-    found = []
-    for path in paths:
-        hashed = sha256()
-        with path.open("rb") as file:
-            while block := file.read(2**20):
-                hashed.update(block)
-                advance(len(block))
-        found.append(hashed.hexdigest())
-    return found
+def checksum(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """SHA-256 of a file's content, in hexadecimal. `advance` is called with the bytes that have been read."""
+    hashed = sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            hashed.update(block)
+            advance(len(block))
+    return hashed.hexdigest()
 
 
 def known_checksums(paths: Sequence[Path], cache: Path) -> list[str]:
-    """`checksums` of files of text. A large file whose size, times and samples are as before is not read again."""
+    """`checksum` of files of text. A large file whose size, times and samples are as before is not read again."""
     sizes = [path.stat().st_size for path in paths]
     with progress(sum(sizes), "reading files", "B", unit_scale=True, delay=1, leave=False) as bar:
         return [_known_checksum(path, cache, bar.update) for path in paths]
@@ -128,23 +113,22 @@ def known_checksums(paths: Sequence[Path], cache: Path) -> list[str]:
 def _known_checksum(path: Path, cache: Path, advance: Callable[[int], object]) -> str:
     status, samples = path.stat(), sha256()
     if status.st_size <= SAMPLES * SAMPLE:
-        return checksums([path], advance)[0]
+        return checksum(path, advance)
     with path.open("rb") as file:
         for at in range(SAMPLES):
             file.seek((status.st_size - SAMPLE) * at // (SAMPLES - 1))
             samples.update(file.read(SAMPLE))
-    now = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino} {samples.hexdigest()}"
+    now = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino} {samples.hexdigest()}\n"
     known = cache / ".sums" / sha256(os.fsencode(path.absolute())).hexdigest()[:32]
     with suppress(OSError, ValueError):
-        before, digest = known.read_text(encoding="utf-8").split("\n")
-        if before == now:
+        if (before := known.read_text(encoding="utf-8")).startswith(now):
             advance(status.st_size)
-            return digest
-    [digest] = checksums([path], advance)
+            return before.removeprefix(now)
+    digest = checksum(path, advance)
     with suppress(OSError):  # a cache that can't be written
         known.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile("w", dir=known.parent, delete=False) as note:
-            note.write(f"{now}\n{digest}")
+            note.write(now + digest)
         Path(note.name).replace(known)
     return digest
 
@@ -165,7 +149,7 @@ def verify(folder: Path, parts: Iterable[str] | None = None, largest: float = fl
         sums = {name: digest for digest, name in (line.split("  ") for line in path.read_text(encoding="utf-8").splitlines())}
         for name in list(sums if parts is None else parts) or [SUMS]:
             path = folder / name
-            if path.stat().st_size <= largest and checksums([path]) != [sums.get(path.name)]:
+            if path.stat().st_size <= largest and checksum(path) != sums.get(path.name):
                 raise ValueError("it is not as it was written")
     except PermissionError:
         raise

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
-from itertools import chain
 from os.path import exists, isdir, isfile  # which are False where Path's raise, as for a name that is too long
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from configs.schema import DataConfig, Source
 from data.cache import known_checksums
 from data.hub import go_offline_without_network
 from data.pieces import Blocks, Read
-from data.rows import CSV, ROWS, as_text, csv_rows, read_rows, read_text
+from data.rows import CSV, ROWS, as_text, csv_rows, read_documents
 
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
 
@@ -30,7 +29,7 @@ from data.rows import CSV, ROWS, as_text, csv_rows, read_rows, read_text
 class Documents:
     identity: dict[str, Any]  # JSON; changes when the content does
     open: Callable[[Path], tuple[Read, Read | None]]  # given a folder for temporary files: text to train on, to validate on
-    bytes: int | None = None  # of the files, if they are text
+    bytes: int | None = None  # of the files, if their text has no more
 
 
 def find_documents(data: DataConfig) -> Documents:
@@ -38,18 +37,18 @@ def find_documents(data: DataConfig) -> Documents:
     if data.source == Source.hub:
         return _hub(data)
     paths = _plays() if data.source == Source.shakespeare else _matches(data.files)
-    identity: dict[str, Any] = {"files": _contents(paths, data)}
-    if any(path.suffix.lower() in ROWS for path in paths):
+    identity: dict[str, Any] = {"files": known_checksums(paths, machine.expanded(data.cache_dir))}
+    suffixes = {path.suffix.lower() for path in paths}
+    if not suffixes.isdisjoint(ROWS):
         identity["text_field"] = data.text_field
-    train = lambda: chain.from_iterable(read_documents(path, data.text_field) for path in paths)  # noqa: E731
-    return Documents(identity, lambda scratch: (train, None), sum(path.stat().st_size for path in paths))
 
+    def train() -> Blocks:
+        for path in paths:
+            with named("data.files", path):
+                yield from read_documents(path, data.text_field)
 
-def _contents(paths: list[Path], data: DataConfig) -> list[str]:
-    try:
-        return known_checksums(paths, machine.expanded(data.cache_dir))
-    except OSError as error:
-        raise FileNotFoundError(f"data: {error.filename} can't be read: {error.strerror}. Leave it out.") from error
+    size = None if ".parquet" in suffixes else sum(path.stat().st_size for path in paths)
+    return Documents(identity, lambda scratch: (train, None), size)
 
 
 def _plays() -> list[Path]:
@@ -79,20 +78,6 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
             )
         paths.update(dict.fromkeys(found))
     return list(paths)
-
-
-def read_documents(path: Path, text_field: str) -> Blocks:
-    """The rows of a file whose suffix is one of ROWS, or another file as one document. Rows without text are empty.
-
-    Raises:
-        ValueError: what is no row or no text, with the file and the row.
-    """
-    with named("data.files", path):
-        if path.suffix.lower() in ROWS:
-            yield from ((text, True) for text in read_rows(path, text_field))
-        else:
-            yield from ((text, False) for text in read_text(path))
-            yield "", True
 
 
 @contextmanager
@@ -128,18 +113,18 @@ def _hub(data: DataConfig) -> Documents:
     identity: dict[str, Any] = {name: getattr(data, name) for name in names}
     if data.streaming and data.val_split is None:
         identity["streaming"] = True  # holds out other documents
-    if local:  # a folder is what it contains
-        paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        paths = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
-        contents = _contents([folder / path for path in paths], data)
-        identity["files"] = [[str(path), content] for path, content in zip(paths, contents, strict=True)]  # names decide splits
-        identity["path"] = None
+    paths: list[Path] = []
+    if local:  # a folder is what it contains, under names that decide about splits
+        there = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        paths = [folder / path for path in there if not any(part.startswith(".") for part in path.parts)]
+        contents = zip(paths, known_checksums(paths, machine.expanded(data.cache_dir)), strict=True)
+        identity |= {"path": None, "files": [[str(path.relative_to(folder)), content] for path, content in contents]}
 
     def opened(scratch: Path) -> tuple[Read, Read | None]:
-        for path in paths if local else ():
+        for path in paths:
             if path.suffix.lower() in CSV:  # pandas takes a field too much in each row for an index of the rows
-                with named("data.path", folder / path):
-                    deque(csv_rows(folder / path, None), maxlen=0)
+                with named("data.path", path):
+                    deque(csv_rows(path, None), maxlen=0)
         with _reading(data):
             splits = _load_splits(data, folder if local else None, scratch)
         val = None if data.val_split is None else _documents(data, splits, "val_split", begins)

@@ -8,7 +8,7 @@ Read = Callable[[], Blocks]  # each call reads the documents from the start
 
 PIECE = 16_384  # characters; long enough to make calls into an encoder cheap, short enough for all cores to have some
 ENDLESS = 64 * PIECE  # a word of a language ends before
-# A seam is the place before a space between words, or after a line end between words. `data.encoder.SPLITS` has the ways to
+# A seam is the place before a space between words, or after a line end between words. `data.encoder` knows the ways to
 # split text that split there, so that the pieces of a text have the tokens of the whole.
 _SEAM = re.compile(r"\S(?= \S)|\S\n(?=[^\s/])")
 

@@ -1,4 +1,4 @@
-"""The text of local files: rows of .jsonl, .csv and .parquet files, and lines of UTF-8.
+"""The documents of local files: rows of .jsonl, .csv and .parquet files, and UTF-8 text.
 
 Whatever a row has that no column takes, and whatever is no text, is an error that names the row: nothing vanishes in silence.
 """
@@ -10,21 +10,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.pieces import Blocks
+
 csv.field_size_limit(2**31 - 1)  # of a document; the default would refuse long ones
 
 CSV = (".csv", ".tsv")
-Rows = Iterator[tuple[str, Any]]  # where the row is, and what its column of text holds
+Rows = Iterator[tuple[str, Any]]  # the line where a row ends, or its number, and what its column of text holds
 BLOCK = 2**20  # characters read at once
 
 
-def read_rows(path: Path, field: str) -> Iterator[str]:
-    """The texts of the column `field`; "" for null. The suffix of `path` is one of ROWS.
+def read_documents(path: Path, field: str) -> Blocks:
+    """The column `field` of each row of a file whose suffix is one of ROWS, "" for null; or another file as one document.
 
     Raises:
-        ValueError: a row that can't be read, that lacks the column, or whose column holds something else. It names the row.
+        ValueError: what is no row or no text. It names the row.
     """
-    for where, text in ROWS[path.suffix.lower()](path, field):
-        yield as_text(text, where, field)
+    if rows := ROWS.get(path.suffix.lower()):
+        yield from ((as_text(value, where, field), True) for where, value in rows(path, field))
+    else:
+        yield from ((text, False) for text in read_text(path))
+        yield "", True
 
 
 def as_text(value: Any, where: str, field: str) -> str:
@@ -58,54 +63,41 @@ def _why_no_text(line: bytes) -> str | None:
 
 def json_rows(path: Path, field: str) -> Rows:
     """One JSON object a line. Blank lines are no rows."""
-    lines = ((number, line) for number, line in enumerate(read_text(path, lines=True), start=1) if line.strip())
-    for row, (number, line) in enumerate(lines, start=1):
-        where, hint = f"row {row}, line {number}", " `jq -c '.[]'` makes an object a line of a list" if row == 1 else ""
+    for number, line in enumerate(read_text(path, lines=True), start=1):
+        if line.isspace():
+            continue
         try:
-            found = json.loads(line, object_pairs_hook=_once_each)
-            if not isinstance(found, dict):
-                raise ValueError(f"no JSON object, but {line.strip():.100}.{hint}")
-            _column(field, list(found))
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"no JSON object, but {line.strip():.100}")
+            _column(field, list(row))
             if "\\" in line:
-                str(found[field]).encode()
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}, column {error.colno}: {error.msg}.{hint}") from error
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: half of a surrogate pair, {error.object[error.start]!a}, is no character") from error
+                str(row[field]).encode()  # half of a surrogate pair is no character
         except (ValueError, RecursionError) as error:  # also numbers of too many digits, and nesting that is too deep
-            raise ValueError(f"{where}: {error}") from error
-        yield where, found[field]
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a name twice in one object: {', '.join(name for name, _ in pairs)}")
-    return found
+            why = f"column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
+            hint = ". `jq -c '.[]'` makes an object a line of a list" if line.startswith("[") else ""
+            raise ValueError(f"line {number}: {why}{hint}") from error
+        yield f"line {number}", row[field]
 
 
 def csv_rows(path: Path, field: str | None) -> Rows:
     """Rows below a header, quoted as `csv.writer` and pandas quote. With field=None they are only checked."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     reader = csv.reader(read_text(path, lines=True), delimiter=delimiter, strict=True)
-    columns, at, row = None, 0, 0
+    rows = filter(None, reader)  # a blank line is no row
     try:
-        for fields in filter(None, reader):  # a blank line is no row
-            where = f"row {row}, line {reader.line_num}"
-            if columns is None:
-                columns, at = fields, 0 if field is None else _column(field, fields)
-            elif len(fields) != len(columns):
-                raise ValueError(
-                    f"{where}: {len(fields)} fields for {len(columns)} columns ({', '.join(columns)}): {str(fields)[:100]}. "
+        if not (columns := next(rows, [])):
+            raise ValueError("it is empty, and has no header that names the columns")
+        at = 0 if field is None else _column(field, columns)
+        for fields in rows:
+            if len(fields) != len(columns):
+                raise csv.Error(
+                    f"{len(fields)} fields for {len(columns)} columns ({', '.join(columns)}): {str(fields)[:100]}. "
                     f"A text that has {delimiter!r} stands in quotes"
                 )
-            else:
-                yield where, fields[at]
-            row += 1
+            yield f"line {reader.line_num}", fields[at]
     except csv.Error as error:
-        raise ValueError(f"row {row}, line {reader.line_num}: {error}") from error
-    if columns is None:
-        raise ValueError("it is empty, and has no header that names the columns")
+        raise ValueError(f"line {reader.line_num}: {error}") from error
 
 
 def parquet_rows(path: Path, field: str) -> Rows:

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 
 import numpy as np
 
@@ -12,9 +12,9 @@ from configs.schema import DataConfig
 from data.pieces import Blocks, Read, in_pieces
 
 TRAIN, VAL = 0, 1
+ALL = 2**63  # bytes of a document
 
 Piece = tuple[int, str, bool]  # TRAIN or VAL, text, and whether its document ends with it
-Advance = Callable[[int], object]  # called with the bytes of text that have been read
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,10 @@ class Labelled:
     train_bytes: int | None = None
 
 
-def split_documents(train: Read, val: Read | None, data: DataConfig, advance: Advance = lambda size: None) -> Labelled:
-    """Splits the documents.
+def split_documents(
+    train: Read, val: Read | None, data: DataConfig, shown: Callable[[Blocks], Blocks] = lambda blocks: blocks
+) -> Labelled:
+    """Splits the documents. What is read for that goes through `shown`.
 
     - With data.val_split the source has both splits.
     - Without it, whole documents are held out in the order of a hash of their content, until their bytes are closest to
@@ -38,34 +40,27 @@ def split_documents(train: Read, val: Read | None, data: DataConfig, advance: Ad
     """
     fraction, most = data.val_fraction, data.max_documents
 
-    def read(documents: Read, split_of: Callable[[int], int]) -> Iterator[Piece]:
-        number = 0
-        for text, ends in in_pieces(documents(), most):
-            yield split_of(number), text, ends
-            number += ends
-
     def both() -> Iterable[Piece]:
         assert val is not None
-        return chain(read(train, lambda number: TRAIN), read(val, lambda number: VAL))
+        return chain(_cut(in_pieces(train(), most), repeat(ALL)), _cut(in_pieces(val(), most), repeat(0)))
 
     def stream() -> Iterator[Piece]:
         for document in islice(train(), most):  # a row, with its end
             [hashed], _ = _described([document])
-            yield from ((VAL if hashed < fraction * 2**64 else TRAIN, *piece) for piece in in_pieces([document]))
+            yield from _cut(in_pieces([document]), repeat(0 if hashed < fraction * 2**64 else ALL))
 
     if data.streaming:
         return Labelled(stream if val is None else both)
-    hashes, sizes = _described(in_pieces(train(), most), advance)
+    hashes, sizes = _described(shown(in_pieces(train(), most)))
     total = int(sizes.sum())
     if val is not None:
-        return Labelled(both, total + int(_described(in_pieces(val(), most), advance)[1].sum()), total)
+        return Labelled(both, total + int(_described(shown(in_pieces(val(), most)))[1].sum()), total)
     if len(np.unique(hashes)) > 1:
-        held_out = hold_out(hashes, sizes, fraction)
-        split_of = lambda number: int(number < len(held_out) and held_out[number])  # noqa: E731  (a file may grow)
-        return Labelled(lambda: read(train, split_of), total, int(sizes[~held_out].sum()))
-    size = int(sizes[:1].sum())  # of a document: all are as long as the first
-    position = min(int(size * (1 - fraction)), size - 1)
-    return Labelled(lambda: _cut_at(position, in_pieces(train(), most)), total, position * len(sizes))
+        trained = np.where(hold_out(hashes, sizes, fraction), 0, sizes)
+    else:  # all are as long as the first
+        trained = np.minimum((sizes * (1 - fraction)).astype(np.int64), sizes - 1)
+    ends = lambda: chain(map(int, trained), repeat(ALL))  # noqa: E731  (a file may grow)
+    return Labelled(lambda: _cut(in_pieces(train(), most), ends()), total, int(trained.sum()))
 
 
 def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
@@ -89,14 +84,13 @@ def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarr
     return chosen[group]
 
 
-def _described(documents: Blocks, advance: Advance = lambda size: None) -> tuple[np.ndarray, np.ndarray]:
+def _described(documents: Blocks) -> tuple[np.ndarray, np.ndarray]:
     """A hash of each document's UTF-8 text, uint64, and its bytes, int64."""
     hashes, sizes = array("Q"), array("q")
     hashed, size = blake2b(digest_size=8), 0
     for text, ends in documents:
         hashed.update(utf8 := text.encode())
         size += len(utf8)
-        advance(len(utf8))
         if ends:
             hashes.append(int.from_bytes(hashed.digest()))
             sizes.append(size)
@@ -104,11 +98,13 @@ def _described(documents: Blocks, advance: Advance = lambda size: None) -> tuple
     return np.array(hashes, np.uint64), np.array(sizes, np.int64)
 
 
-def _cut_at(position: int, pieces: Blocks) -> Iterator[Piece]:
-    """The first `position` bytes of a document are to train on. The piece there is cut at a line end, or between characters."""
-    left = position
+def _cut(pieces: Blocks, trained: Iterator[int]) -> Iterator[Piece]:
+    """The first bytes of each document, as many as `trained` gives, are to train on. A piece that has more of them is cut at a
+    line end, or between characters."""
+    left = position = next(trained)
     for text, ends in pieces:
-        if 0 <= left < len(utf8 := text.encode()):
+        utf8 = text.encode()
+        if 0 <= left < len(utf8):
             head = utf8[:left].decode(errors="ignore")  # drops the bytes of a character cut in two
             end = head.rfind("\n", len(head) * 9 // 10) + 1 or len(head)
             if end or left < position:
@@ -116,4 +112,6 @@ def _cut_at(position: int, pieces: Blocks) -> Iterator[Piece]:
             yield VAL, text[end:], ends
         else:
             yield VAL if left < 0 else TRAIN, text, ends
-        left = position if ends else left - len(utf8)
+        left -= len(utf8)
+        if ends:
+            left = position = next(trained)

@@ -5,7 +5,7 @@ Each kind is stored as a `tokenizer.json`, and `Tokenizer.load(path)` needs noth
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from os.path import isdir, isfile
 from pathlib import Path
@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import machine
-from data.encoder import Encoder, byte_alphabet, split_pattern
+from data.encoder import byte_alphabet, fast_encoder, split_pattern
 from data.hub import go_offline_without_network
 
 END_OF_TEXT = "<|endoftext|>"
@@ -95,21 +95,19 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens. ValueError for a character that a char tokenizer has not seen."""
         if self._ids_of is not None:
-            return self.encode_batch([text])[0].tolist()
+            return self._characters(text).tolist()
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, int64. It may be called in many threads at once."""
-        if self._ids_of is not None:
-            return [self._characters(text) for text in texts]
-        if self._encoder is not None:
-            return [self._encoder.encode(text) for text in texts]
+        if (encode := self._encoder) is not None:
+            return [encode(text) for text in texts]
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in found]
 
     @cached_property
-    def _encoder(self) -> Encoder | None:
-        return Encoder.of(self._tokenizer, self._described)
+    def _encoder(self) -> Callable[[str], np.ndarray] | None:
+        return fast_encoder(self._tokenizer, self._described) if self._ids_of is None else self._characters
 
     def _characters(self, text: str) -> np.ndarray:
         assert self._ids_of is not None

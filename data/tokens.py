@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from data.split import Advance, Piece
+from data.split import Piece
 from data.tokenizer import Tokenizer
 from measure.environment import cpus
 
@@ -23,40 +23,35 @@ MOST_THREADS = 32  # one thread reads for all of them
 BATCH = 2**18  # characters tokenised by one thread at a time: `tokenizers` takes 100 bytes of memory for each
 
 
-def write_tokens(
-    folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype, advance: Advance
-) -> dict[str, dict[str, int]]:
+def write_tokens(folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, dict[str, int]]:
     """Writes train.bin and val.bin: each document's tokens and a separator. Returns the counts of each split.
 
     bytes are those of the text that the tokens stand for; lost are bytes of text that the tokenizer has no token for.
     """
     counts = {split: dict.fromkeys(("tokens", "bytes", "lost", "documents"), 0) for split in SPLITS}
-    separator = np.array(tokenizer.separator, np.int64)
-    bytes_of = tokenizer.bytes_of
+    separator, bytes_of = np.array(tokenizer.separator, np.int64), tokenizer.bytes_of
     tokenizer.encode_batch([])  # makes what all threads share
 
-    def encoded(batch: list[Piece], stopping: Event) -> list[tuple[int, bytes, dict[str, int]]]:
-        found: list[tuple[int, bytes, dict[str, int]]] = []
-        if stopping.is_set():
-            return found
-        for (split, text, ends), ids in zip(batch, tokenizer.encode_batch([text for _, text, _ in batch]), strict=True):
-            whole = len(text.encode())
-            told = min(whole, int(bytes_of[ids].sum()))  # a normaliser may make text longer
-            end = separator if ends else separator[:0]
-            more = {"tokens": len(ids) + len(end), "lost": whole - told, "documents": int(ends)}
-            more["bytes"] = told + int(bytes_of[end].sum())
-            found.append((split, np.concatenate((ids, end)).astype(dtype).tobytes(), more))
-        return found
+    def encoded(batch: tuple[int, list[tuple[str, bool]]], stopping: Event) -> tuple[int, bytes, dict[str, int]]:
+        split, pieces = batch
+        texts = [] if stopping.is_set() else [text for text, _ in pieces]
+        parts = [separator[:0]]
+        for (_, ends), ids in zip(pieces, tokenizer.encode_batch(texts), strict=False):
+            parts += [ids, separator] if ends else [ids]
+        found = np.concatenate(parts)
+        documents, whole = sum(ends for _, ends in pieces), sum(len(text.encode()) for text in texts)
+        separators = documents * int(bytes_of[separator].sum())
+        told = min(whole, int(bytes_of[found].sum()) - separators)  # a normaliser may make text longer
+        more = {"tokens": len(found), "bytes": told + separators, "lost": whole - told, "documents": documents}
+        return split, found.astype(dtype).tobytes(), more
 
     with ExitStack() as stack:
         files = [stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS]
         batches = _batches(pieces if tokenizer.takes_pieces else _whole(pieces))
-        for batch in in_threads(encoded, batches, min(cpus(), MOST_THREADS)):
-            for split, ids, more in batch:
-                files[split].write(ids)
-                for name, count in more.items():
-                    counts[SPLITS[split]][name] += count
-                advance(more["bytes"] + more["lost"])
+        for split, ids, more in in_threads(encoded, batches, min(cpus(), MOST_THREADS)):
+            files[split].write(ids)
+            for name, count in more.items():
+                counts[SPLITS[split]][name] += count
     return counts
 
 
@@ -69,41 +64,35 @@ def _whole(pieces: Iterable[Piece]) -> Iterator[Piece]:
             parts = []
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[1])
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
+def _batches(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[tuple[str, bool]]]]:
+    """Pieces of one split each."""
+    batches: list[list[tuple[str, bool]]] = [[] for _ in SPLITS]
+    sizes = [0 for _ in SPLITS]
+    for split, text, ends in pieces:
+        batches[split].append((text, ends))
+        sizes[split] += len(text)
+        if sizes[split] >= BATCH:
+            yield split, batches[split]
+            batches[split], sizes[split] = [], 0
+    yield from enumerate(batches)
 
 
-def in_threads(
-    work: Callable[[T, Event], R], items: Iterable[T], threads: int, meanwhile: Callable[[], object] = lambda: None
-) -> Iterator[R]:
+def in_threads(work: Callable[[T, Event], R], items: Iterable[T], threads: int) -> Iterator[R]:
     """`work(item, stopping)` of each item, in order. At most threads + 1 items are taken ahead of the result that is asked for.
 
     A signal is heard at once, also while all threads are in a library that can't be interrupted. They are daemons, which end
     with the process. `work` ends early if it can once `stopping` is set.
     """
     stopping, ahead = Event(), deque[AsyncResult]()
-
-    def oldest() -> R:
-        while not ahead[0].ready():
-            ahead[0].wait(0.5)
-            meanwhile()
-        return ahead.popleft().get()
-
     with ThreadPool(threads) as pool:
         try:
             for item in items:
                 ahead.append(pool.apply_async(work, (item, stopping)))
                 if len(ahead) > threads:
-                    yield oldest()
-            while ahead:
-                yield oldest()
+                    yield ahead[0].get()
+                    ahead.popleft()
+            for one in ahead:
+                yield one.get()
         finally:  # a thread that comes back from a library while the interpreter ends would abort the process
             stopping.set()
             until = monotonic() + 1

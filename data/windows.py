@@ -7,6 +7,7 @@ windows, in a thread ahead of the step that needs them.
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from mmap import MADV_WILLNEED, PAGESIZE, mmap
 
 import numpy as np
 import torch
@@ -62,8 +63,11 @@ class Windows:
         return self._resident[starts[:, None] + self._offsets].long() & self._bits
 
     def _of(self, step: int) -> Tensor:
-        windows = torch.from_numpy(cut(self._tokens, self._starts_of(step), len(self._offsets)))
-        return pinned(windows, self._device)
+        starts, pages, token = self._starts_of(step), self._tokens.base, self._tokens.itemsize
+        if isinstance(pages, mmap):  # all at once; page faults read one after the other, and 128 KiB around each
+            for first in (starts * token // PAGESIZE * PAGESIZE).tolist():
+                pages.madvise(MADV_WILLNEED, first, min(PAGESIZE + token * len(self._offsets), len(pages) - first))
+        return pinned(torch.from_numpy(cut(self._tokens, starts, len(self._offsets))), self._device)
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:

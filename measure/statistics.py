@@ -68,11 +68,6 @@ def mean_interval(samples: Sequence[float] | np.ndarray) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
-def t_tail(t: float, degrees: int) -> float:
-    """P(T > t) of Student's t."""
-    return float(special.stdtr(degrees, -t))
-
-
 def _median(samples: np.ndarray) -> Interval:
     return _bootstrap((samples,), np.median)
 

@@ -137,12 +137,9 @@ class MlpActivation(kit.Op):
     def function(self, given, o):
         return "gated_activation_fn" if o.gated else "activation_fn"
 
-    def width(self, i):
-        x, value = i[:2]
+    def width(self, tensors):
+        x, value, _, _ = tensors[-4:]  # the inputs, with which Backward ends
         return x.shape[-1], _step(x), value is None or _step(value)
-
-    def backward_width(self, b):
-        return self.width(b[1:])
 
     def outputs(self, i, o):
         return Outputs(i.x.new_empty((*i.x.shape[:-1], _columns(i, o))))
@@ -234,7 +231,7 @@ def _columns(i: Any, o: Options) -> int:
 
 def _rows(t: Tensor) -> Tensor:
     """[M, N] as it lies in memory; copied where its rows do not lie at one distance."""
-    t = t.reshape(-1, t.shape[-1])
+    t = checks.as_rows(t)
     return t if t.stride(1) == 1 else t.contiguous()
 
 

@@ -52,6 +52,11 @@ def check_operands(
             raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {expected}")
 
 
+def as_rows(t: Tensor) -> Tensor:
+    """[M, N] of (..., N). Where t is empty, PyTorch doesn't know what -1 of a reshape would be."""
+    return t.flatten(0, -2) if t.dim() > 1 else t[None]
+
+
 def check_operand(name: str, argument: str, t: Tensor, x: Tensor, accepted: Sequence[torch.dtype], of: str = "x") -> None:
     """All but the shape. of: what x is called."""
     check_tensor(name, argument, t)

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import checks, kit, reference
 from .kernels import runs_kernels
 from .philox import drop_threshold, keep_scale, seed_tensor
-from .torch_state import differentiated_by_func
+from .torch_state import transformed_by_func
 
 
 def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> Tensor:
@@ -21,13 +21,13 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
         seed: an int or a one-element int64 tensor on x's device.
     """
     name = "seeded_dropout"
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
+    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
     checks.check_input(name, x, checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES)
     p = checks.as_dropout_p(name, "p", p)
     checks.check_mask(name, seed, stream, x.device)
     if p == 0.0:
         return x
-    rows = x.reshape(-1, x.shape[-1])
+    rows = checks.as_rows(x)
     seed = seed_tensor(seed, x.device)
     if kernels:
         return dropout((rows, seed), Options(p, stream))[0].view(x.shape)
@@ -66,10 +66,6 @@ class Options(NamedTuple):
     mask: bool = False  # the mask is written, not what it leaves of x
 
 
-class Outputs(NamedTuple):
-    y: Tensor
-
-
 class Backward(NamedTuple):
     dy: Tensor
     seed: Tensor
@@ -78,13 +74,13 @@ class Backward(NamedTuple):
 class Dropout(kit.Op):
     """Its own backward, since dx = dropout(dy) with the same mask."""
 
-    name, Inputs, Options, Outputs, Backward = "dropout", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Backward = "dropout", Inputs, Options, Backward
 
     def function(self, given, o):
         return "seeded_dropout"
 
     def outputs(self, i, o):
-        return Outputs(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else i.x.dtype))
+        return kit.Output(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else i.x.dtype))
 
     def gradients(self, b, o, wanted):
         return self.Gradients(b.dy.new_empty(b.dy.shape), None)

@@ -15,13 +15,13 @@ says what it asks for, and an operator that has got another option since still r
 Here i, b and o are Inputs, Backward and Options of an operator; records of tensors have None where there is none.
 """
 
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
-from functools import cache, partial, reduce, wraps
+from functools import cache, partial, reduce
 from importlib import import_module
 from operator import itemgetter, or_
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, library
@@ -52,6 +52,12 @@ except RuntimeError as error:
 Run = Callable[[tuple], tuple]  # of tensors in the order of one record: tensors in the order of another
 
 
+class Output(NamedTuple):
+    """Outputs of an operator that returns one tensor."""
+
+    y: Tensor
+
+
 class Op:
     """An operator. What `start` and `start_backward` return is kept and called again for other tensors of the same kinds: the
     same ones there, on the same devices, of the same dtypes, and with the same `width`. The number of rows is no part of it."""
@@ -59,7 +65,7 @@ class Op:
     name: str
     Inputs: Any  # NamedTuple of tensors; the first is always there
     Options: Any  # NamedTuple of float, int, bool, torch.dtype and enums, with which all is said that is no tensor
-    Outputs: Any  # NamedTuple of tensors
+    Outputs: Any = Output  # NamedTuple of tensors
     # NamedTuple: the gradients "dX" of those outputs X that have one, first, then inputs and outputs that backward needs.
     Backward: Any
     Gradients: Any = None  # NamedTuple; by default a field "dX" for each input X
@@ -69,13 +75,11 @@ class Op:
         """The public function, for messages."""
         return f"{self.name}_fn"
 
-    def width(self, i: tuple) -> Any:
-        """What `start` looks at of shapes and strides."""
-        return i[0].shape[-1]
-
-    def backward_width(self, b: tuple) -> Any:
-        """What `start_backward` looks at of them."""
-        return next(t for t in b if t is not None).shape[-1]
+    def width(self, tensors: tuple) -> Any:
+        """What `start` looks at of shapes and strides of Inputs, and `start_backward` of those of Backward."""
+        for t in tensors:
+            if t is not None:
+                return t.shape[-1]
 
     def outputs(self, i: Any, o: Any) -> Any:
         """Outputs, allocated: all that forward writes."""
@@ -135,8 +139,8 @@ class Op:
         LIBRARY.define(f"{self.name}{SCHEMA}", tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(self.name, self._composite, "CompositeImplicitAutograd")
         self.op = _operator(self.name)
-        self.forward_op = self._opaque("forward", self.Inputs, self.start, self.width, self.outputs)
-        self.backward_op = self._opaque("backward", self.Backward, self.start_backward, self.backward_width, self.gradients)
+        self.forward_op = self._opaque("forward", self.Inputs, self.start, self.outputs)
+        self.backward_op = self._opaque("backward", self.Backward, self.start_backward, self.gradients)
         for op in (self.op, self.forward_op, self.backward_op):
             library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
 
@@ -145,14 +149,10 @@ class Op:
         kinds = kinds_of(inputs) if is_eager(()) else None
         if kinds is None:
             return self.dispatch(inputs, o)
-        needs = None
-        if torch.is_grad_enabled():
-            needs = tuple([t is not None and t.requires_grad for t in inputs])
-            if True not in needs:
-                needs = None
+        needs = tuple([t is not None and t.requires_grad for t in inputs]) if torch.is_grad_enabled() else ()
         key = self, o, kinds, self.width(inputs), needs
         call = recall(key) or remember(key, Call(self, o, inputs, needs))
-        return call(inputs) if needs is None else call.recorded(inputs)
+        return call(inputs)
 
     def dispatch(self, inputs: tuple, o: Any) -> tuple:
         """The same through PyTorch's dispatcher."""
@@ -162,21 +162,15 @@ class Op:
 
     def _composite(self, tensors: list[Tensor], text: str) -> list[Tensor]:
         given, (o,), _ = self._parsed(self.Inputs, text)
-        needs = None
-        if torch.is_grad_enabled() or has_tangents():
-            there = dict(zip(given, tensors, strict=True))
-            needs = tuple([name in there and _matters(there[name]) for name in self.Inputs._fields])
         i = fill(self.Inputs, given, tensors)
-        if needs is None or True not in needs:
-            call = Call(self, o, i, None, eager=False)
-            return [*call.asked(call(i))]
-        return [*self.recorded.apply(Call(self, o, i, needs, eager=False), i, *tensors)]
+        call = Call(self, o, i, tuple([t is not None and _matters(t) for t in i]), eager=False)
+        return [*call.asked(call(i))]
 
-    def _run(self, record: Any, start: Callable, width: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
+    def _run(self, record: Any, start: Callable, tensors: list[Tensor], text: str) -> list[Tensor]:
         """One of the opaque operators, which PyTorch hands plain tensors."""
         _, options, complete = self._parsed(record, text)
         there = complete((*tensors, None))
-        key = self, record, text, dtypes_of(tensors), tensors[0].device, width(there)
+        key = self, record, text, dtypes_of(tensors), tensors[0].device, self.width(there)
         run = recall(key) or remember(key, start(record._make(there), *options))
         return present(run(there))
 
@@ -186,11 +180,11 @@ class Op:
         given, options, _ = self._parsed(record, text)
         return present(empty(fill(record, given, tensors), *options))
 
-    def _opaque(self, what: str, record: Any, start: Callable, width: Callable, empty: Callable) -> Any:
+    def _opaque(self, what: str, record: Any, start: Callable, empty: Callable) -> Any:
         name = f"{self.name}_{what}"
         LIBRARY.define(name + SCHEMA, tags=torch.Tag.pt2_compliant_tag)
         for key in ("CPU", "CUDA"):  # custom_op takes 170 µs more a call (25 arguments, H200)
-            LIBRARY.impl(name, partial(self._run, record, start, width), key)
+            LIBRARY.impl(name, partial(self._run, record, start), key)
         library.register_fake(f"{NAMESPACE}::{name}", partial(self._fake, record, empty), lib=LIBRARY)
         return _operator(name)
 
@@ -201,34 +195,26 @@ class Op:
         return recall(key) or remember(key, self._parse(record, text))
 
     def _parse(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
-        said = dict([word.split("=", 1) for word in text.split(" ")])
-        given, wanted = said.pop("given").split(","), said.pop("wanted", None)
-        dtypes = {} if wanted is None else dict([word.split(":") for word in wanted.split(",") if word])
-        fields, kinds, defaults = record._fields, self.Options.__annotations__, self.Options._field_defaults
-        unknown = [*(said.keys() - kinds.keys()), *(set(given) - set(fields)), *(dtypes.keys() - set(self.Gradients._fields))]
-        missing = kinds.keys() - said.keys() - defaults.keys()
+        said = dict([word.partition("=")[::2] for word in text.split(" ")])
+        given = [name for name in said.get("given", "").split(",") if name]
+        kinds = self.Options.__annotations__ | {"given": str}
+        if record is self.Backward:
+            kinds |= dict.fromkeys(self.Gradients._fields, torch.dtype)
+        values = {name: _value(kinds.get(name), word) for name, word in said.items()}
+        unknown = [
+            *[f"{name}={said[name]}" for name, value in values.items() if value is None],
+            *({*given} - {*record._fields}),
+        ]
+        missing = {"given", *self.Options._fields} - said.keys() - self.Options._field_defaults.keys()
         if unknown or missing:
             raise RuntimeError(
-                f"{NAMESPACE}::{self.name}: this program was exported by another version. It asks for "
+                f"{NAMESPACE}::{self.name}: this program was exported by another version, or is damaged. It asks for "
                 f"{', '.join(unknown) or 'nothing'} that this one does not know, and lacks {', '.join(missing) or 'nothing'}; "
                 f"export it again. It says: {text}"
             )
-        options = [self.Options(**{name: self._value(name, word) for name, word in said.items()})]
-        if wanted is not None:
-            options.append(fill(self.Gradients, dtypes, [getattr(torch, word) for word in dtypes.values()]))
-        return given, tuple(options), picker(fields, given)
-
-    def _value(self, name: str, word: str) -> Any:
-        """What `_word` was given for this option."""
-        kind = self.Options.__annotations__[name]
-        if kind is torch.dtype:
-            return getattr(torch, word)
-        if not issubclass(kind, Enum):
-            return word == "True" if kind is bool else kind(word)
-        if word not in kind.__members__:
-            accepted = ", ".join(kind.__members__)
-            raise RuntimeError(f"{NAMESPACE}::{self.name}: this program says that {name} is {word}, accepted: {accepted}")
-        return kind[word]
+        o = self.Options(**{name: values[name] for name in self.Options._fields if name in values})
+        wanted = [self.Gradients(*map(values.get, self.Gradients._fields))] if record is self.Backward else []
+        return given, (o, *wanted), picker(record._fields, given)
 
 
 SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
@@ -236,10 +222,8 @@ SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
 
 def encode(given: Iterable[str], o: Any, wanted: Any = None) -> str:
     """The text of a call: the tensors that are there, of Gradients the wanted ones with their dtypes, the options."""
-    words = [f"given={','.join(given)}"]
-    if wanted is not None:
-        words.append(f"wanted={','.join([f'{name}:{_word(getattr(wanted, name))}' for name in names_of(wanted)])}")
-    return " ".join([*words, *[f"{name}={_word(value)}" for name, value in zip(o._fields, o, strict=True)]])
+    said = [pair for record in (wanted, o) if record is not None for pair in zip(record._fields, record, strict=True)]
+    return " ".join([f"given={','.join(given)}", *[f"{name}={_word(value)}" for name, value in said if value is not None]])
 
 
 def _word(value: Any) -> str:
@@ -252,6 +236,22 @@ def _word(value: Any) -> str:
     return repr(value)
 
 
+def _value(kind: Any, word: str) -> Any:
+    """What `_word` was given, of this kind of value; None if it is none, or the option is unknown and has no kind."""
+    named = _NAMED.get(kind, getattr(kind, "__members__", None))
+    try:
+        return kind(word) if named is None else named.get(word)
+    except ValueError:
+        return None
+
+
+_NAMED: dict[Any, dict[str, Any]] = {
+    torch.dtype: {_word(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    bool: {"True": True, "False": False},
+    None: {},
+}
+
+
 def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
@@ -262,34 +262,39 @@ def _matters(t: Tensor) -> bool:
 
 
 def _one_by_one(op, info, in_dims, tensors, text):
-    """vmap: a call for each sample. PyTorch does that by itself for operators that return no lists."""
-    samples = [
-        op([t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[0], strict=True)], text)
-        for i in range(info.batch_size)
-    ]
-    outputs = [torch.stack(same) for same in zip(*samples, strict=True)]
+    """vmap: a call for each sample, or of zeros where there is none, for the shapes of what it returns. PyTorch does that by
+    itself for operators that return no lists."""
+    given = [*zip(tensors, in_dims[0], strict=True)]
+    if info.batch_size == 0:
+        given = [(t if dim is None else t.sum(dim, dtype=t.dtype), None) for t, dim in given]
+    samples = [op([t if dim is None else t.select(dim, i) for t, dim in given], text) for i in range(max(1, info.batch_size))]
+    outputs = [torch.stack(same)[: info.batch_size] for same in zip(*samples, strict=True)]
     return outputs, [0] * len(outputs)
 
 
 # ---- the memo ----------------------------------------------------------------------------------------------------------------
 
-MOST = 4096  # of what is remembered; what was not used for longest goes first
-_memo: OrderedDict[Any, Any] = OrderedDict()
-
-
-def recall(key: Any) -> Any:
-    try:
-        _memo.move_to_end(key)
-        return _memo[key]
-    except KeyError:
-        return None
+MOST = 4096  # of what is remembered; beyond, all is forgotten and worked out anew
+_memo: dict[Any, Any] = {}
+recall = _memo.get
 
 
 def remember(key: Any, value: Any) -> Any:
+    if len(_memo) >= MOST:
+        _memo.clear()
     _memo[key] = value
-    while len(_memo) > MOST:
-        _memo.popitem(last=False)
     return value
+
+
+def memoised(make: Callable) -> Callable:
+    """make, each of whose results is remembered."""
+    own = object()
+
+    def found(*arguments: Any) -> Any:
+        key = own, *arguments
+        return recall(key) or remember(key, make(*arguments))
+
+    return found
 
 
 def forget() -> None:
@@ -303,12 +308,14 @@ def forget() -> None:
 class Call:
     """A call with all that follows from its options and the kinds of its inputs: a function from Inputs to Outputs."""
 
-    def __init__(self, op: Op, o: Any, i: tuple, needs: tuple[bool, ...] | None, eager: bool = True) -> None:
-        """needs: the inputs that need a gradient; None: the call has no backward. eager: else through the dispatcher."""
+    def __init__(self, op: Op, o: Any, i: tuple, needs: tuple[bool, ...], eager: bool = True) -> None:
+        """needs: which inputs need a gradient; eager: else through the dispatcher."""
         self.op, self.given, self.materialize = op, names_of(op.Inputs._make(i)), op.materialize
         fields, asked = op.Outputs._fields, op.asked(self.given, o)
         self.asked, self.complete = picker(asked, fields), picker(fields, asked)
-        if needs is not None:
+        self.records = True in needs
+        if self.records:
+            self.apply = op.apply if eager else op.recorded.apply
             self.of = of = op.Inputs._make(dtypes_of(i))
             o = op.training(of, o, needs)
             self.there = picker(self.given, op.Inputs._fields)
@@ -328,66 +335,44 @@ class Call:
             self.run = lambda i: fill(op.Outputs, written, below_autograd(op.forward_op, present(i), text))
 
     def __call__(self, i: tuple) -> tuple:
+        if self.records:
+            return self.complete((*self.apply(self, i, *self.there(i)), None))
         outputs = self.run(i)
         return outputs if self.view is None else self.view(i, outputs)
-
-    def recorded(self, i: tuple) -> tuple:
-        """The same with gradients, of an eager call."""
-        return self.complete((*self.op.apply(self, i, *self.there(i)), None))
 
     def gradients(self, needs: tuple[bool, ...], there: tuple) -> tuple:
         """Of the inputs that there are, those that autograd needs. there: the upstream gradients, and what was kept."""
         # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
-        kinds = kinds_of(there) if is_eager(()) else None
+        kinds, b = kinds_of(there) if is_eager(()) else None, self.backward((*there, None))
         if kinds is None:
-            return self._backward(needs, there, eager=False)(there)
-        key = self, needs, kinds
-        run = recall(key) or remember(key, self._backward(needs, there, eager=True))
-        return run(there)
+            run, pick = self._backward(needs, b, eager=False)
+        else:
+            key = self, needs, kinds
+            run, pick = recall(key) or remember(key, self._backward(needs, b, eager=True))
+        return pick((*run(b), *b, None))
 
-    def _backward(self, needs: tuple[bool, ...], there: tuple, eager: bool) -> Run:
+    def _backward(self, needs: tuple[bool, ...], b: tuple, eager: bool) -> tuple[Run, Run]:
+        """From Backward to Gradients, and from both, one behind the other, to what `gradients` returns."""
         op, o, needed = self.op, self.o, {name for name, need in zip(self.given, needs, strict=True) if need}
-        complete = self.backward
-        b = op.Backward._make(complete((*there, None)))
+        b = op.Backward._make(b)
         given = names_of(b)
         wanted, sources = op.wanted(self.of, o, tuple([name in needed for name in op.Inputs._fields]), given)
         names = [sources[name] if name in needed else None for name in self.given]
         pick = picker(names, (*op.Gradients._fields, *op.Backward._fields))
         if eager:
-            run = op.start_backward(b, o, wanted)
-        else:
-            written, text = names_of(wanted), encode(given, o, wanted)
-            run = lambda b: fill(op.Gradients, written, op.backward_op(present(b), text))  # noqa: E731
-
-        def gradients(there: tuple) -> tuple:
-            b = complete((*there, None))
-            return pick((*run(b), *b, None))
-
-        return gradients
+            return op.start_backward(b, o, wanted), pick
+        written, text = names_of(wanted), encode(given, o, wanted)
+        return lambda b: fill(op.Gradients, written, op.backward_op(present(b), text)), pick
 
 
-def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of a Function. If it is recorded (create_graph=True), another one through its gradients raises.
+def refused(function: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The same gradients with a history, whatever they were computed from: a backward that raises.
 
     PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
     as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
 
-    ctx.function: the public function, for the message.
+    function: the public one, for the message.
     """
-
-    @wraps(backward)
-    def run(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *upstream)
-        with torch.no_grad():
-            gradients = backward(ctx, *upstream)
-        return refused(ctx.function, gradients)
-
-    return run
-
-
-def refused(function: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The same gradients with a history, whatever they were computed from: a backward that raises."""
     return _Refused.apply(function, torch.zeros((), device="cpu", requires_grad=True), *gradients)
 
 
@@ -506,6 +491,7 @@ class Launcher:
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
         self.internals = internals()
+        self.runtime: Any = self.internals.knobs.runtime if self.internals else None
         in_use = self.internals.driver.active if self.internals and self.index is not None else None
         self.current_stream: Callable = in_use.get_current_stream if in_use else int
         self.again: tuple[Callable[..., None], tuple] | None = None  # `start_of` the variant for aligned pointers
@@ -526,7 +512,7 @@ class Launcher:
             with torch.cuda.device(self.index):
                 return self(programs, tensors, *rest)
         again = self.again
-        if again is not None and not observed(self.internals.knobs.runtime):
+        if again is not None and not observed(self.runtime):
             there = self.there(tensors)
             pointers = tuple(map(Tensor.data_ptr, there))
             if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
@@ -544,11 +530,6 @@ class Launcher:
             self.there, self.places = picker(names, fields), picker(fields, names)
             self.dense = tuple if dense == names else picker(dense, names)
             self.again = start_of(compiled)
-
-
-def specialised(number: int) -> tuple[bool, bool, bool]:
-    """What Triton compiles for of an int that it is not told to leave alone."""
-    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
 
 
 def observed(runtime: Any) -> bool:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, as_flags, check_input, check_operands, check_tensor
 from .kernels import runs_kernels
-from .kit import first_order
+from .kit import refused
 from .norm import norm_fn
 from .reference import Norm
-from .torch_state import transformed_by_func
+from .torch_state import product_dtype, transformed_by_func
 
 
 def layer_norm_linear_fn(
@@ -51,12 +51,10 @@ def layer_norm_linear_fn(
     check_operands(name, x, dtypes, (K,), " to match the rows of linear_weight", linear_bias=linear_bias)
     flags = as_flags(name, prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm)
     prenorm, residual_in_fp32, is_rms_norm = flags.values()
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype
     norm = Norm.rmsnorm if is_rms_norm else Norm.layernorm
     results = norm_fn(
         norm, x, norm_weight, norm_bias, residual,
-        eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32, out_dtype=dtype,
+        eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32, out_dtype=product_dtype(linear_weight),
     )  # fmt: skip
     y, r = cast(tuple[Tensor, Tensor], results)
     if transformed_by_func():  # which wants plain operations
@@ -76,13 +74,16 @@ class _LinearOfNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, r, norm_weight, norm_bias, linear_weight, linear_bias, eps, norm):
         ctx.save_for_backward(r, norm_weight, norm_bias, linear_weight)
-        ctx.function, ctx.dtype, ctx.eps, ctx.norm = "layer_norm_linear_fn", y.dtype, eps, norm
+        ctx.dtype, ctx.eps, ctx.norm = y.dtype, eps, norm
         ctx.linear_bias_dtype = None if linear_bias is None else linear_bias.dtype
         return _linear(y, linear_weight, linear_bias)
 
     @staticmethod
-    @first_order
     def backward(ctx, dout):
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                gradients = _LinearOfNorm.backward(ctx, dout)
+            return refused("layer_norm_linear_fn", gradients)
         r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
         dout = dout.to(ctx.dtype)
         dy = dweight = dbias = None

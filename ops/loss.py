@@ -16,7 +16,7 @@ from . import checks, kit
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
 from .kernels import INTERPRET, runs_kernels
 from .tiling import REGISTERS
-from .torch_state import is_eager, transformed_by_func
+from .torch_state import is_eager, product_dtype, transformed_by_func
 
 
 class Reduction(IntEnum):
@@ -90,12 +90,12 @@ def cross_entropy_fn(
     checks.check_dtype(name, "logits", logits, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_targets(name, targets, logits, "logits")
     (in_place,) = checks.as_flags(name, in_place=in_place).values()
-    rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    rows, flat = checks.as_rows(logits), targets.flatten()
     in_place = in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling()
     if in_place:
         check_overwritable(name, logits, rows)
     if not kernels:
-        total, _ = plain_finish(plain_losses(rows, flat, options), flat, options)
+        total = plain_finish(plain_losses(rows, flat, options), flat, options)
     else:
         # The factor of the loss isn't known yet for a row's own, and in fp16 p / count is often 0.
         late = options.reduction == Reduction.none or logits.dtype == torch.float16
@@ -119,13 +119,13 @@ def linear_cross_entropy_fn(
 ) -> Tensor:
     """cross_entropy_fn(hidden @ weight.T, targets), with the gradients of hidden and weight computed at once.
 
-    The logits live only inside this call, so their gradient always takes their memory, also under torch.compile. Backward
+    On kernels the logits live only inside this call, so their gradient takes their memory, also under torch.compile. Backward
     multiplies the gradients of hidden and weight by its upstream gradient.
 
     Args:
         hidden: (..., K) in bf16, fp16, fp32, or fp64, in which no kernels but PyTorch's operations compute the loss.
         weight: (V, K). The product runs in autocast's dtype, or else in weight's.
-        chunks: the rows are taken in so many parts, so that 1 / chunks of the logits is there at a time.
+        chunks: kernels get the rows in so many parts, so that 1 / chunks of the logits is there at a time.
         reduction: "mean" or "sum".
         The others as for `cross_entropy_fn`.
 
@@ -147,12 +147,11 @@ def linear_cross_entropy_fn(
         raise ValueError(f"{name}: {shapes}, expected (..., K) and (V, K) with K and V ≥ 1")
     check_targets(name, targets, hidden, "hidden")
     chunks = checks.as_size(name, "chunks", chunks, 1)
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if transformed_by_func() or device not in ("cpu", "cuda", "meta"):  # no operator there
-        losses = plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options)
-        return plain_finish(losses, targets, options)[0]
+    dtype = product_dtype(weight)
+    kernels = runs_kernels(hidden.device) and dtype != torch.float64 and not transformed_by_func()
+    rows, targets = checks.as_rows(hidden), targets.flatten()
+    if not kernels:
+        return plain_finish(plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options), targets, options)
     return linear_cross_entropy(LinearInputs(rows, weight, targets), options._replace(chunks=chunks, dtype=dtype))[0]
 
 
@@ -215,8 +214,8 @@ class Backward(NamedTuple):
 class CrossEntropy(kit.Op):
     name, Inputs, Options, Outputs, Backward = "cross_entropy", Inputs, Options, Outputs, Backward
 
-    def backward_width(self, b):
-        return b[1].shape[-1]
+    def width(self, tensors):
+        return next(t for t in tensors if t.dim() == 2).shape[1]  # the logits
 
     def written(self, given, o):
         return ["total", *["stats"] * (not o.in_place), *["scale"] * (o.reduction == Reduction.mean and not o.in_place)]
@@ -225,34 +224,36 @@ class CrossEntropy(kit.Op):
         return ["total"]
 
     def outputs(self, i, o):
-        M = i.logits.shape[0]
-        shapes = (M,) if o.reduction == Reduction.none else (), (M, 2), (1,) if o.reduction == Reduction.mean else None
-        return Outputs._make([shape if shape is None else i.logits.new_empty(shape, dtype=torch.float32) for shape in shapes])
+        shapes = {
+            "total": i.targets.shape if o.reduction == Reduction.none else (),
+            "stats": (i.logits.shape[0], 2),
+            "scale": (1,),
+        }
+        written = self.written((), o)
+        return kit.fill(Outputs, written, [i.logits.new_empty(shapes[name], dtype=torch.float32) for name in written])
 
     def gradients(self, b, o, wanted):
         return self.Gradients(torch.empty(b.logits.shape, dtype=b.logits.dtype, device=b.logits.device), None)
 
     def start(self, i, o):
-        losses = losses_of(i.logits.shape[1], i.logits.itemsize, o, o.in_place)
+        losses = losses_of(i.logits.shape[1], i.logits.dtype, i.logits.device, o, o.in_place)
 
         def run(i):
             logits, targets = i
-            if o.in_place:
-                scale = scale_of(targets, o)
-                found = losses(logits, targets, scale=scale)
-                torch.autograd.graph.increment_version(logits)
-                return reduced(found, scale, o), None, None
-            stats = logits.new_empty((len(logits), 2), dtype=torch.float32)
-            found = losses(logits, targets, stats=stats)
             scale = scale_of(targets, o)
-            return reduced(found, scale, o), stats, scale
+            if o.in_place:
+                total = reduced(losses(logits, targets, scale=scale), scale, o)
+                torch.autograd.graph.increment_version(logits)
+                return total, None, None
+            stats = logits.new_empty((len(logits), 2), dtype=torch.float32)
+            return reduced(losses(logits, targets, stats), scale, o), stats, scale
 
         return run
 
     def start_backward(self, b, o, wanted):
         """In place the logits [M, V] are a view of what forward has overwritten. Autograd itself refuses a second backward, as
         their version that forward has saved is gone."""
-        write = gradient_of(b.logits.shape[1], b.logits.itemsize, o)
+        write = gradient_of(b.logits.shape[1], b.logits.dtype, b.logits.device, o)
 
         def run(b):
             dtotal, logits, targets, stats, scale = b
@@ -300,11 +301,8 @@ class LinearCrossEntropy(kit.Op):
     name, Inputs, Options = "linear_cross_entropy", LinearInputs, Options
     Outputs, Backward = LinearOutputs, LinearBackward
 
-    def width(self, i):
-        return len(i[1])
-
-    def backward_width(self, b):
-        return None
+    def width(self, tensors):
+        return None if len(tensors) > 3 else len(tensors[1])  # the weight, of Inputs
 
     def written(self, given, o):
         return ["total", "scale", *["hidden_product"] * o.needs_hidden, *["weight_product"] * o.needs_weight]
@@ -316,12 +314,12 @@ class LinearCrossEntropy(kit.Op):
         return o._replace(needs_hidden=needs[0], needs_weight=needs[1])
 
     def outputs(self, i, o):
-        wide = torch.promote_types(o.dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones
+        fp32 = torch.float32  # of sums over all rows, in which bf16 would lose the small ones
         return LinearOutputs(
-            i.hidden.new_empty((), dtype=wide),
-            i.hidden.new_empty(1, dtype=wide),
+            i.hidden.new_empty((), dtype=fp32),
+            i.hidden.new_empty(1, dtype=fp32),
             i.hidden.new_empty(i.hidden.shape) if o.needs_hidden else None,
-            i.weight.new_empty(i.weight.shape, dtype=wide) if o.needs_weight else None,
+            i.weight.new_empty(i.weight.shape, dtype=fp32) if o.needs_weight else None,
         )
 
     def gradients(self, b, o, wanted):
@@ -329,11 +327,7 @@ class LinearCrossEntropy(kit.Op):
         return self.Gradients(*[None if dtype is None else torch.empty_like(t, dtype=dtype) for t, dtype in products], None)
 
     def start(self, i, o):
-        differentiates = o.needs_hidden or o.needs_weight
-        losses: Callable[..., Tensor] = partial(plain_losses, o=o, overwrites=differentiates)
-        finish: Callable[..., tuple] = plain_finish
-        if runs_kernels(i.hidden.device) and o.dtype != torch.float64:
-            losses, finish = losses_of(len(i.weight), o.dtype.itemsize, o, differentiates), finish_by_kernels
+        losses = losses_of(len(i.weight), o.dtype, i.hidden.device, o, o.needs_hidden or o.needs_weight)
 
         def run(i):
             hidden, weight, targets = i = LinearInputs(*i)
@@ -351,7 +345,8 @@ class LinearCrossEntropy(kit.Op):
                         dhidden[part] = logits @ weight
                     if dweight is not None:
                         _add_product(dweight, logits, h, first > 0)
-            total, scale = finish(torch.cat(found), targets, o)
+            scale = scale_of(targets, o)
+            total = reduced(torch.cat(found), scale, o)
             if scale is None:
                 scale = 1 / (targets != o.ignore_index).any().to(total.dtype).view(1)
             return total, scale, dhidden, dweight
@@ -434,12 +429,13 @@ def held_blocks(V: int, vector: int, block: int) -> int:
     return -(-(columns - max(0, V // group - (V % group == 0)) * group) // block)
 
 
-def losses_of(V: int, itemsize: int, o: Options, overwrites: bool) -> Callable[..., Tensor]:
+def losses_of(V: int, dtype: torch.dtype, device: torch.device, o: Options, overwrites: bool) -> Callable[..., Tensor]:
     """The losses, fp32 [M], of logits [M, V] and targets. overwrites: the logits become scale · dloss/dlogits."""
-    kernels, tile = kit.kernels("cross_entropy"), (loss_tile if overwrites else streaming_tile)(V, itemsize)
+    kernels, tile = kit.kernels("cross_entropy"), (loss_tile if overwrites else streaming_tile)(V, dtype.itemsize)
     registers = REGISTERS // (32 * tile.warps * max(1, tile.programs_per_sm)) // 8 * 8
     launch = _on_rows(
-        kernels.cross_entropy_kernel, o, tile, maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
+        kernels.cross_entropy_kernel, V, dtype, device, o, tile, overwrites,
+        maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
         **({} if INTERPRET else {"debug": True, "sanitize_overflow": False}),  # for the check of the targets
     )  # fmt: skip
 
@@ -451,53 +447,52 @@ def losses_of(V: int, itemsize: int, o: Options, overwrites: bool) -> Callable[.
                 raise IndexError(f"Target {wrong[0]} is out of bounds.")
         loss = logits.new_empty(len(logits), dtype=torch.float32)
         logits = dense(logits)
-        launch(len(logits), kernels.Pointers(logits, logits if overwrites else None, targets, loss, stats, scale))
+        launch(kernels.Pointers(logits, logits if overwrites else None, targets, loss, stats, scale))
         return loss
 
     return losses
 
 
-def gradient_of(V: int, itemsize: int, o: Options) -> Callable[..., None]:
+def gradient_of(V: int, dtype: torch.dtype, device: torch.device, o: Options) -> Callable[..., None]:
     """Writes the gradient of logits [M, V] into `out`."""
-    kernels, tile = kit.kernels("cross_entropy"), replace(streaming_tile(V, itemsize), held=0)
-    launch = _on_rows(kernels.cross_entropy_gradient_kernel, o, tile, o.reduction == Reduction.none)
+    kernels, tile = kit.kernels("cross_entropy"), replace(streaming_tile(V, dtype.itemsize), held=0)
+    per_row, group = o.reduction == Reduction.none, tile.group * tile.block
+    launch = _on_rows(kernels.cross_entropy_gradient_kernel, V, dtype, device, o, tile, True, per_row)
 
     def write(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor | None, out: Tensor) -> None:
-        logits = dense(logits)
-        p = kernels.Pointers(logits, out, targets, stats=stats, scale=scale, dloss=dloss)
-        launch(len(logits), p, lambda columns: -(-columns // (tile.group * tile.block)))
+        p = kernels.Pointers(dense(logits), out, targets, stats=stats, scale=scale, dloss=dloss)
+        launch(p, lambda columns: -(-columns // group))
 
     return write
 
 
-def _on_rows(kernel: Any, o: Options, tile: LossTile, *more: Any, **options: Any) -> Callable[..., None]:
-    """Starts a kernel on rows of logits, given how many there are, Pointers, and how many programs there are for the columns
-    of a row. What is compiled for strides and alignment is worked out once for each."""
-    kernels, key = kit.kernels("cross_entropy"), object()
+def _on_rows(
+    kernel: Any, V: int, dtype: torch.dtype, device: torch.device, o: Options, tile: LossTile, writes: bool, *more: Any,
+    **options: Any,
+) -> Callable[..., None]:  # fmt: skip
+    """Starts a kernel on rows of logits, given Pointers, and how many programs there are for the columns of a row. What is
+    compiled for strides and alignment is worked out once for each."""
+    kernels, itemsize = kit.kernels("cross_entropy"), dtype.itemsize
 
-    def made(p: Any, strides: tuple[int, int], unit: int, shifted: bool, pairs: bool) -> tuple:
-        logits = p.logits
+    @kit.memoised
+    def made(strides: tuple[int, int], unit: int, shifted: bool, pairs: bool) -> tuple:
         how = kernels.RowTile(
-            logits.shape[1], tile.block, tile.held, tile.group, pairs, 16 // logits.itemsize, shifted, unit,
-            kit.triton_dtype(logits.dtype), GRADIENT=p.gradient is not None, SOFTCAP=o.softcap > 0,
-            SMOOTHING=o.label_smoothing > 0,
+            V, tile.block, tile.held, tile.group, pairs, 16 // itemsize, shifted, unit, kit.triton_dtype(dtype),
+            GRADIENT=writes, SOFTCAP=o.softcap > 0, SMOOTHING=o.label_smoothing > 0,
         )  # fmt: skip
         rest = (strides[0] // unit, strides[1] // unit, *o[1:5], *more, how)
-        rows = ("logits", "gradient")
-        return kit.Launcher(kernel, kernels.Pointers, logits.device, rows, num_warps=tile.warps, **options), rest
+        return kit.Launcher(kernel, kernels.Pointers, device, _ROWS, num_warps=tile.warps, **options), rest
 
-    def launch(M: int, p: Any, programs: Callable[[int], int] = lambda columns: 1) -> None:
+    def launch(p: Any, programs: Callable[[int], int] = lambda columns: 1) -> None:
         logits, out = p.logits, p.gradient
-        V, itemsize = logits.shape[1], logits.itemsize
         strides = logits.stride(0), 0 if out is None else out.stride(0)
         unit = gcd(16, *strides)
         at = logits.data_ptr() | (0 if out is None else out.data_ptr())
         # Rows that begin anywhere are read from the 16-byte boundary before them, where that is the same in both tensors.
         shifted = bool((V | strides[0]) * itemsize % 16) and (out is None or strides[0] == strides[1]) and at % 16 == 0
         pairs = itemsize == 2 and ((V % 2 == 0 and unit % 2 == 0 and at % 4 == 0) or shifted)
-        layout = strides, unit, shifted, pairs
-        start, numbers = kit.recall((key, *layout)) or kit.remember((key, *layout), made(p, *layout))
-        start(M * programs(V + (16 // itemsize - 1) * shifted), p, *numbers)
+        start, numbers = made(strides, unit, shifted, pairs)
+        start(len(logits) * programs(V + (16 // itemsize - 1) * shifted), p, *numbers)
 
     return launch
 
@@ -507,20 +502,15 @@ def dense(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def finish_by_kernels(losses: Tensor, targets: Tensor, o: Options) -> tuple[Tensor, Tensor | None]:
-    """The reduced loss, and `scale_of` the targets."""
-    scale = scale_of(targets, o)
-    return reduced(losses, scale, o), scale
-
-
 def scale_of(targets: Tensor, o: Options) -> Tensor | None:
     """fp32 [1]: for the mean, 1 over the number of targets that count."""
     if o.reduction != Reduction.mean:
         return None
-    kernels, scale, M = kit.kernels("cross_entropy"), targets.new_empty(1, dtype=torch.float32), len(targets)
-    block, warps = _line(M)
-    p = kernels.Pointers(targets=targets, scale=scale)
-    _start(kernels.count_targets_kernel, 1, p, (o.ignore_index, block), M, o.ignore_index, block, num_warps=warps)
+    scale, M = targets.new_empty(1, dtype=torch.float32), len(targets)
+    block = _line(M)
+    _start("count_targets_kernel", 1, block // 512, (o.ignore_index, block), targets=targets, scale=scale)(
+        M, o.ignore_index, block
+    )
     return scale
 
 
@@ -528,72 +518,58 @@ def reduced(losses: Tensor, scale: Tensor | None, o: Options) -> Tensor:
     """[M], or their sum or mean as a scalar, added in a fixed order."""
     if o.reduction == Reduction.none:
         return losses
-    kernels, total, M = kit.kernels("cross_entropy"), losses.new_empty(()), len(losses)
-    block, warps = _line(M)
-    p = kernels.Pointers(loss=losses, scale=scale, total=total)
-    _start(kernels.sum_losses_kernel, 1, p, (block,), M, block, num_warps=warps)
+    total, M = losses.new_empty(()), len(losses)
+    block = _line(M)
+    _start("sum_losses_kernel", 1, block // 512, (block,), loss=losses, scale=scale, total=total)(M, block)
     return total
 
 
 def multiply(rows: Tensor, factor: Tensor) -> None:
     """rows [M, V] *= factor, a scalar on the device; reads nothing where that is 1."""
-    kernels, (M, V), stride = kit.kernels("cross_entropy"), rows.shape, rows.stride(0)
+    (M, V), stride = rows.shape, rows.stride(0)
     block = min(4096, 1 << (V - 1).bit_length())
     blocks = -(-V // block)
     programs = blocks * min(M, max(1, PROGRAMS_PER_SM * kit.device_facts(rows.device).multiprocessors // blocks))
-    _start(kernels.scale_kernel, programs, kernels.Pointers(gradient=rows, dloss=factor), (stride, V), stride, M, V, block)
+    _start("scale_kernel", programs, 8, (stride, V), gradient=rows, dloss=factor)(stride, M, V, block)
 
 
-def _line(M: int) -> tuple[int, int]:
-    """Block and warps of the one program that reads M numbers."""
-    block = min(16384, max(16, 1 << (M - 1).bit_length() if M else 1))
-    return block, max(1, block // 512)
+def _line(M: int) -> int:
+    """The block of the one program that reads M numbers."""
+    return min(16384, max(16, 1 << (M - 1).bit_length() if M else 1))
 
 
-def _start(kernel: Any, programs: int, p: Any, compiled: tuple, *rest: Any, num_warps: int = 8) -> None:
-    """compiled: of the rest, what a kernel is compiled for."""
-    device = next(t.device for t in p if t is not None)
-    key = kernel.__name__, device, kit.dtypes_of(p), compiled
-    rows = ("logits", "gradient")
-    start = kit.recall(key) or kit.remember(key, kit.Launcher(kernel, type(p), device, rows, num_warps=num_warps))
-    start(programs, p, *rest)
+_ROWS = ("logits", "gradient")  # of Pointers, whose strides the kernels are told
+
+
+def _start(kernel: str, programs: int, warps: int, compiled: tuple, **pointers: Tensor | None) -> Callable[..., None]:
+    """A function of the kernel's numbers, which starts it. compiled: those of them that it is compiled for."""
+    p = kit.kernels("cross_entropy").Pointers(**pointers)
+    device = next(t.device for t in pointers.values() if t is not None)
+    return partial(_launcher(kernel, device, kit.dtypes_of(p), max(1, warps), *compiled), programs, p)
+
+
+@kit.memoised
+def _launcher(kernel: str, device: torch.device, dtypes: tuple, warps: int, *compiled: Any) -> kit.Launcher:
+    kernels = kit.kernels("cross_entropy")
+    return kit.Launcher(getattr(kernels, kernel), kernels.Pointers, device, _ROWS, num_warps=warps)
 
 
 # ---- reference ---------------------------------------------------------------------------------------------------------------
-# The formulas of `kernels.cross_entropy` in PyTorch's own operations, in fp32, or in fp64 for fp64 logits.
+# The formulas of `kernels.cross_entropy` in PyTorch's own operations, in fp32, or in fp64 for fp64 logits; differentiable.
 
 
-def plain_losses(logits: Tensor, targets: Tensor, o: Options, overwrites: bool = False) -> Tensor:
-    """[M], of logits [M, V]; 0 where the target is ignored. Differentiable, or the logits become the gradient of each."""
-    x = _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), o)
+def plain_losses(logits: Tensor, targets: Tensor, o: Options) -> Tensor:
+    """[M], of logits [M, V]; 0 where the target is ignored."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    x = o.softcap * torch.tanh(x / o.softcap) if o.softcap else x
     found = F.cross_entropy(x, targets.long(), ignore_index=o.ignore_index, reduction="none", label_smoothing=o.label_smoothing)
     if o.z_loss:
         found = found + (o.z_loss * torch.logsumexp(x, -1).square()).masked_fill(targets == o.ignore_index, 0.0)
-    if overwrites:
-        logits.copy_(plain_gradient(logits, targets, o))
     return found
 
 
-def plain_gradient(logits: Tensor, targets: Tensor, o: Options) -> Tensor:
-    """[M, V], of each row's loss: in fp32 or fp64."""
-    x = _capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), o)
-    lse = torch.logsumexp(x, -1, keepdim=True)
-    counts = (targets != o.ignore_index)[:, None]
-    g = torch.softmax(x, -1) * (1 + 2 * o.z_loss * lse) - o.label_smoothing / x.shape[1]
-    column = targets.long()[:, None].where(counts, 0)
-    g.scatter_add_(1, column, g.new_full((), o.label_smoothing - 1.0).expand(column.shape))
-    if o.softcap:
-        g *= 1 - (x / o.softcap).square()
-    return g.masked_fill_(~counts, 0.0)
-
-
-def _capped(x: Tensor, o: Options) -> Tensor:
-    return o.softcap * torch.tanh(x / o.softcap) if o.softcap else x
-
-
-def plain_finish(losses: Tensor, targets: Tensor, o: Options) -> tuple[Tensor, Tensor | None]:
-    """[M], their sum, or their mean over the targets that count; and 1 / count for the mean, [1]."""
+def plain_finish(losses: Tensor, targets: Tensor, o: Options) -> Tensor:
+    """[M], their sum, or their mean over the targets that count."""
     if o.reduction != Reduction.mean:
-        return losses if o.reduction == Reduction.none else losses.sum(), None
-    count = (targets != o.ignore_index).sum().to(losses.dtype)
-    return losses.sum() / count, (1 / count).view(1)
+        return losses if o.reduction == Reduction.none else losses.sum()
+    return losses.sum() / (targets != o.ignore_index).sum()

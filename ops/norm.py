@@ -29,7 +29,7 @@ from .records import (
 )
 from .reference import Norm
 from .tiling import Tile, Work, backward_tile, forward_tile, most_registers
-from .torch_state import PLAIN, differentiated_by_func, is_eager
+from .torch_state import PLAIN, is_eager, transformed_by_func
 
 _LAYERNORM, _RMSNORM, _NONE = Norm.layernorm, Norm.rmsnorm, Norm.none  # an eager call pays for each look into an Enum
 
@@ -108,8 +108,7 @@ def norm_fn(
     With norm="none", no weight and one dtype, y and r are one tensor. Where nothing is added, r is x, or an alias of it if
     gradients are recorded: the gradients of y and r then meet in one kernel.
 
-    Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
-    runs, which has them all.
+    Gradients of gradients are refused on the kernels. Under torch.func's transforms the PyTorch reference runs, which has them.
 
     Raises:
         ValueError, TypeError: norm, shape, dtype, device, dropout_p or seed not as above; before anything is launched.
@@ -246,11 +245,7 @@ def _run(inputs: tuple, plan: "Plan", eager: bool) -> tuple:
     if not plan.kernels:
         return reference.norm(Inputs._make(inputs), plan.options)
     if eager:
-        if torch.is_grad_enabled():
-            for t in inputs:  # any() takes 0.6 µs more
-                if t is not None and t.requires_grad:
-                    return plan.trained.recorded(inputs)
-        return plan.run(inputs)
+        return plan.trained(inputs) if torch.is_grad_enabled() and plan.trained is not None else plan.run(inputs)
     return NORM.dispatch(inputs, plan.recorded if _trains(inputs) else plan.options)
 
 
@@ -290,7 +285,7 @@ _STRIDED = torch.strided
 
 
 def plan_of(operands: tuple, request: tuple) -> "Plan | None":
-    """Of a call that nobody watches (`torch_state.is_eager`); None where a tensor is not plain.
+    """Of a call that nobody watches (`torch_state.is_eager`); None where a tensor is not plain or does not fit the others.
 
     operands, request: `records.OPERANDS`, and the other arguments of Plan.
 
@@ -309,28 +304,43 @@ def plan_of(operands: tuple, request: tuple) -> "Plan | None":
 
 def _key(operands: tuple, request: tuple) -> tuple | None:
     """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
-    # A plain number is hashed faster than a Norm. Types, because 1.0 is equal to True, which the checks may accept.
-    key: list[Any] = [+request[0], +request[1], *request[2:], *map(type, request)]
-    rows = None
+    key: list[Any] = [+request[0], +request[1], *request[2:]]  # a plain number is hashed faster than a Norm
+    _, _, scale, eps, p, zero_centered, prenorm, _, fp32, masks, statistics, _ = request
+    if not (
+        type(scale) is type(eps) is type(p) is float
+        and type(zero_centered) is type(prenorm) is type(fp32) is type(masks) is type(statistics) is bool
+    ):
+        key += map(type, request)  # 1.0 is equal to True, which the checks may accept
+    rows: Any = None
     for field, t in enumerate(operands):
         if t is not None:
-            if type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg():  # `is_plain`, without a call
+            if type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg():  # not plain, see `is_eager`
                 return None
-            shape: Any = t.shape
+            shape, dtype = t.shape, t.dtype
             if rows is None:  # x
-                rows, shape = shape, shape[-1:]
-            elif field < _WEIGHTS:
-                shape = shape == rows
-            elif _ROWSCALES <= field < _SCALARS:
-                shape = shape == rows[:-1] or shape == (rows[:-1].numel(),), t.requires_grad
-            key += field, t.dtype, t.device, shape
+                rows, width, device = shape, shape[-1:], t.device
+                key += dtype, t.requires_grad, width, device
+                continue
+            if t.device != device:
+                return None
+            if field < _WEIGHTS:
+                if shape != rows:
+                    return None
+            elif field < _ROWSCALES:
+                if shape != width:
+                    return None
+            elif field >= _SCALARS:
+                dtype = dtype, shape
+            elif shape != rows[:-1] and shape != (rows[:-1].numel(),):
+                return None
+            key += field, dtype, t.requires_grad
     return tuple(key)
 
 
 class Plan:
     # Of eager calls on kernels.
     run: kit.Run  # without a gradient
-    trained: kit.Call
+    trained: kit.Call | None = None
 
     def __init__(
         self, given: tuple, norm: Norm, branch_norm: Norm, residual_scale: float, eps: float, dropout_p: float,
@@ -346,7 +356,7 @@ class Plan:
         x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
         self.name = name = function_name(norm)  # of the public function, for messages
         # Whether the call goes through the kernels; else through `reference`.
-        self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
+        self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
         dtypes = KERNEL_DTYPES if self.kernels else REFERENCE_DTYPES
         checks.check_input(name, x, dtypes)
         check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
@@ -411,8 +421,9 @@ class Plan:
             self.recorded = self.options._replace(store_residual=True)
         if eager and self.kernels:
             i = operands._replace(seed=torch.empty(1, dtype=torch.int64) if drops else None)
-            learned = [t is not None and t.requires_grad for t in i]
-            self.run, self.trained = NORM.start(i, self.options), kit.Call(NORM, self.recorded, i, tuple(learned))
+            self.run = NORM.start(i, self.options)
+            if any(t is not None and t.requires_grad for t in i):
+                self.trained = kit.Call(NORM, self.recorded, i, tuple([t is not None and t.requires_grad for t in i]))
 
 
 def _reads_r(norm: Norm, of: Any) -> bool:
@@ -429,9 +440,6 @@ class FusedNorm(kit.Op):
     def function(self, given, o):
         return function_name(o.norm)
 
-    def backward_width(self, b):
-        return next(t for t in b[:4] if t is not None).shape[-1]
-
     def written(self, given, o):
         return [*outputs_of(given, o)]
 
@@ -440,10 +448,9 @@ class FusedNorm(kit.Op):
         return kit.fill(Outputs, outputs, empty_outputs(i.x, outputs.values(), i.x.numel() // i.x.shape[-1]))
 
     def gradients(self, b, o, wanted):
-        r = _of_rows(b)
-        like = {"dz": r, "dx": r, "dx1": r} | {f"d{name}": getattr(b, name) for name in (*ROWSCALES, *SCALARS)}
+        b = b._replace(r=_of_rows(b))
         found = {
-            name: _empty(like[name], dtype) if name in like else r.new_empty(r.shape[-1:], dtype=dtype)
+            name: _empty(getattr(b, _LIKE[name]), dtype) if name in _LIKE else b.r.new_empty(b.r.shape[-1:], dtype=dtype)
             for name, dtype in zip(wanted._fields, wanted, strict=True)
             if dtype is not None
         }
@@ -510,6 +517,9 @@ class FusedNorm(kit.Op):
 
 NORM = FusedNorm()
 
+# Of the gradients whose shape is not that of a weight, the field of BackwardInputs that has it.
+_LIKE = {"dz": "r", "dx": "r", "dx1": "r"} | {f"d{name}": name for name in (*ROWSCALES, *SCALARS)}
+
 
 def _adds(of: Any, o: Options) -> bool:
     """Whether anything is added to x or changed in it."""
@@ -517,11 +527,9 @@ def _adds(of: Any, o: Options) -> bool:
     return o.branch or o.dropout_p > 0.0 or any(t is not None for t in others)
 
 
-def empty_outputs(
-    x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], rows: int, contiguous: bool = False
-) -> list[Tensor]:
-    """kinds: of `records.outputs_of`; contiguous: x is known to be, which makes it cheaper."""
-    plain = x.dtype if contiguous else None
+def empty_outputs(x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], rows: int) -> list[Tensor]:
+    """kinds: of `records.outputs_of`."""
+    plain = x.dtype if x.is_contiguous() else None
     return [
         x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
         if numbers is not None
@@ -533,7 +541,9 @@ def empty_outputs(
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous. Of the ways to allocate a tensor of two dimensions, the one that costs the host least."""
+    """Contiguous. Of the ways to allocate a tensor of two dimensions, those that cost the host least."""
+    if like.dtype is dtype and like.is_contiguous():
+        return torch.empty_like(like)
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -571,7 +581,7 @@ def forward(of: Inputs, o: Options) -> Callable[..., tuple]:
         x = i[0]
         M = x.numel() // N
         if buffers is None:
-            found = empty_outputs(x, kinds, M, x.is_contiguous())
+            found = empty_outputs(x, kinds, M)
         else:
             found = [buffers[name] if name in buffers else empty_outputs(x, [kind], M)[0] for name, kind in outputs.items()]
         written = complete((*found, None))
@@ -625,9 +635,8 @@ def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
     finish_blocks, finish_numbers = sums * -(-N // block_n), (block_p, block_n, facts.since_sm_90)
     rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
     board_words = index(exchange.RING) * exchange.turn_words(slices)
-    like = {"dz": "r", "dx": "r", "dx1": "r"} | {f"d{name}": name for name in (*ROWSCALES, *SCALARS)}
     names = names_of(asked)
-    kinds = [(BackwardInputs._fields.index(like[name]) if name in like else None, getattr(asked, name)) for name in names]
+    kinds = [(BackwardInputs._fields.index(_LIKE[name]) if name in _LIKE else None, getattr(asked, name)) for name in names]
     complete = kit.picker(Gradients._fields, names)
 
     def run(b: tuple) -> tuple:

@@ -98,7 +98,7 @@ def _branch(
     x: Tensor, rowscale: Tensor | None, seed: Tensor | None, p: float, stream: int, compute: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """dropout(x · rowscale), [M, N], and the mask."""
-    rows = x.reshape(-1, x.shape[-1]).to(compute)
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(compute)
     return dropout(scale_rows(rows, None if rowscale is None else rowscale.reshape(-1)), p, seed, stream)
 
 

@@ -225,11 +225,8 @@ class Rotary(kit.Op):
     def function(self, given, o):
         return "rotary_qk_fn" if "k" in given else "rotary_qkv_fn"
 
-    def width(self, i):
-        return i[0].shape[-1], *_turned_and_per_head(i[2], i[5:])
-
-    def backward_width(self, b):
-        return b[0].shape[-1], *_turned_and_per_head(b[5], b[8:])
+    def width(self, tensors):
+        return tensors[0].shape[-1], *_turned_and_per_head(tensors[-7], tensors[-4:])  # of Inputs, with which Backward ends
 
     def written(self, given, o):
         return ["q", "k"]
@@ -255,8 +252,11 @@ class Rotary(kit.Op):
         return super().wanted(of, o, (True, True, *needs[2:]), given)  # a kernel writes the gradients of both
 
     def outputs(self, i, o):
-        q_shape, k_shape = output_shapes(i.x.shape, None if i.k is None else i.k.shape, o)
-        return Outputs(i.x.new_empty(q_shape), i.x.new_empty(k_shape), None)
+        if i.k is not None:
+            return Outputs(i.x.new_empty(i.x.shape), i.x.new_empty(i.k.shape), None)
+        *tokens, width = i.x.shape
+        D = width // (o.heads + 2 * o.kv_heads)
+        return Outputs(i.x.new_empty((*tokens, o.heads, D)), i.x.new_empty((*tokens, o.kv_heads, D)), None)
 
     def gradients(self, b, o, wanted):
         dq, dk, dv = b[:3]
@@ -274,43 +274,43 @@ class Rotary(kit.Op):
         work = Work(D, *_turned_and_per_head(i.cos, i[5:]))
         tile = forward_tile(x.itemsize)
         (q_parts, q_shared), (k_parts, k_shared) = _parts(o, work)
-        rows_of_tile, key, dtype, device, packed = _tile_rows(work, tile), object(), x.dtype, x.device, k is None
+        rows_of_tile, dtype, device, packed = _tile_rows(work, tile), x.dtype, x.device, k is None
 
+        @kit.memoised
         def compiled(layout):
             how = _variant(o, work, tile, dtype, device, layout, PACKED=packed)
             strided = ("x", "k", "cos", "sin")
             return _launcher(kernels.rotary_forward_kernel, kernels.ForwardPointers, strided, tile, device), how
 
+        @kit.memoised
         def placed(where, angles):
-            (x, _), k = where
-            shapes = output_shapes(x, None if k is None else k[0], o)
-            B, T, layout, strides = _laid_out(where, angles, len(shapes[0]) - 3, D, o.heads)
-            start, how = kit.recall((key, layout)) or kit.remember((key, layout), compiled(layout))
+            B, T, layout, strides = _laid_out(where, angles, len(where[0][0]) - (2 if packed else 3), D, o.heads)
+            start, how = compiled(layout)
             q_tiles, k_tiles = q_parts * B * -(-T * q_shared // rows_of_tile), k_parts * B * -(-T * k_shared // rows_of_tile)
-            return *shapes, start, q_tiles + k_tiles, (T, q_tiles, _table_rows(angles), o.eps, *strides, how)
+            return start, q_tiles + k_tiles, (T, q_tiles, angles[0][0] if angles else 0, o.eps, *strides, how)
 
         def run(i):
             x, k, cos, sin, *small = i
-            if x.numel() == 0:  # whose strides say nothing
-                return self.outputs(Inputs._make(i), o)
-            rows, angles, (q_shape, k_shape, start, programs, numbers) = _found(key, placed, (x, k), (cos, sin))
-            outputs = x.new_empty(q_shape), x.new_empty(k_shape)
-            start(programs, (*rows, *angles, *small, *outputs), *numbers)
-            return *outputs, None
+            outputs = self.outputs(Inputs._make(i), o)
+            if x.numel() > 0:  # else its strides say nothing
+                rows, angles, (start, programs, numbers) = _found(placed, (x, k), (cos, sin))
+                start(programs, (*rows, *angles, *small, *outputs[:2]), *numbers)
+            return outputs
 
         return run
 
     def start_backward(self, b, o, wanted):
         kernels, device, dtype = kit.kernels("rotary"), b.dq.device, b.dq.dtype
-        packed, work = b.dv is not None, Work(*self.backward_width(b))
+        packed, work = b.dv is not None, Work(*self.width(b))
         D = work.D
         tile = backward_tile(dtype.itemsize, o.norm != Norm.none, pads=2 * _row_block(work) > D)
         (q_parts, q_shared), (k_parts, k_shared) = _parts(o, work)
-        rows_of_tile, key = _tile_rows(work, tile), object()
+        rows_of_tile = _tile_rows(work, tile)
         most_programs = kit.device_facts(device).multiprocessors * tile.programs_per_sm
         sums = (bool(wanted.dq_weight or wanted.dk_weight), bool(wanted.dq_bias or wanted.dk_bias))
         sums_D, sums_parts, block = sum(sums) * D, sum(sums) * (q_parts + k_parts), 16
 
+        @kit.memoised
         def compiled(layout):
             how = _variant(o, work, tile, dtype, device, layout, PACKED=packed, STAGES=tile.stages, WANTED=sums)
             strided = ("dq", "dk", "dv", "x", "k", "cos", "sin")
@@ -318,15 +318,16 @@ class Rotary(kit.Op):
             record, blocks = kernels.WeightGradients, -(-D // block)
             return start, _launcher(kernels.finish_rotary_weights_kernel, record, (), Tile(0, 4), device, blocks), how
 
+        @kit.memoised
         def placed(where, angles):
             B, T, layout, strides = _laid_out(where, angles, len(where[0][0]) - 3, D, o.heads)
-            start, finish, how = kit.recall((key, layout)) or kit.remember((key, layout), compiled(layout))
+            start, finish, how = compiled(layout)
             q_programs, k_programs = B * -(-T * q_shared // rows_of_tile), B * -(-T * k_shared // rows_of_tile)
             if most_programs:
                 # As many for each part as its share of the tiles, so that all end at the same time.
                 share = most_programs / max(1, q_parts * q_programs + k_parts * k_programs)
                 q_programs, k_programs = [min(n, max(1, round(n * share))) for n in (q_programs, k_programs)]
-            numbers = (B, T, q_programs, k_programs, _table_rows(angles), o.eps, *strides, how)
+            numbers = (B, T, q_programs, k_programs, angles[0][0] if angles else 0, o.eps, *strides, how)
             programs = q_parts * q_programs + k_parts * k_programs
             return start, programs, numbers, finish, (q_programs, k_programs, 256, block, how)
 
@@ -337,7 +338,7 @@ class Rotary(kit.Op):
                 for gradient in kit.present(gradients):
                     gradient.zero_()  # those of weights have elements
                 return gradients
-            rows, angles, found = _found(key, placed, (dq, dk, dv, x, k), (cos, sin))
+            rows, angles, found = _found(placed, (dq, dk, dv, x, k), (cos, sin))
             start, programs, numbers, finish, finish_numbers = found
             dx, dk_in, _, _, _, *weights = gradients
             partials = dx.new_empty(programs * sums_D, dtype=torch.float32) if sums_D else None
@@ -350,15 +351,6 @@ class Rotary(kit.Op):
 
 
 rotary = Rotary()
-
-
-def output_shapes(x: torch.Size, k: torch.Size | None, o: Options) -> tuple[Sequence[int], Sequence[int]]:
-    """Of q and k, for those of the inputs."""
-    if k is not None:
-        return x, k
-    *tokens, width = x
-    D = width // (o.heads + 2 * o.kv_heads)
-    return (*tokens, o.heads, D), (*tokens, o.kv_heads, D)
 
 
 # ---- launch -----------------------------------------------------------------------------------------------------------------
@@ -430,7 +422,7 @@ class Layout(NamedTuple):
 
 
 def _found(
-    key: object, placed: Callable[..., tuple], rows: tuple[Tensor | None, ...], angles: tuple[Tensor | None, ...]
+    placed: Callable[..., tuple], rows: tuple[Tensor | None, ...], angles: tuple[Tensor | None, ...]
 ) -> tuple[tuple, tuple, tuple]:
     """The tensors with rows, and cos and sin, made contiguous where no few numbers tell where their rows lie; and what follows
     from that."""
@@ -439,10 +431,10 @@ def _found(
         angles = tuple([t.clone(memory_format=torch.contiguous_format) for t in (cos, sin)])
     *where, at, _ = [None if t is None else (t.shape, t.stride()) for t in (*rows, *angles)]
     try:
-        return rows, angles, kit.recall((key, *where, at)) or kit.remember((key, *where, at), placed(where, at))
+        return rows, angles, placed(tuple(where), at)
     except Irregular:
         rows, angles = (tuple([None if t is None else t.contiguous() for t in some]) for some in (rows, angles))
-        return _found(key, placed, rows, angles)
+        return _found(placed, rows, angles)
 
 
 class Irregular(Exception):
@@ -500,10 +492,6 @@ def _distance(shape: Sequence[int], strides: Sequence[int]) -> int:
     return there[-1][1] if there else 0
 
 
-def _table_rows(angles: tuple | None) -> int:
-    return 0 if angles is None else angles[0][0]
-
-
 def _variant(
     options: Options, work: Work, tile: Tile, dtype: torch.dtype, device: torch.device, layout: Layout,
     **more: Any,
@@ -514,7 +502,7 @@ def _variant(
         HEADS=options.heads,
         KV_HEADS=options.kv_heads,
         PER_HEAD=work.per_head,
-        NORM=-1 if options.norm == Norm.none else int(options.norm),  # kernels.rotary.NO_NORM
+        NORM=int(options.norm),
         OFFSET=float(options.zero_centered_weight),
         INTERLEAVED=options.interleaved,
         ROWS=_tile_rows(work, tile),

@@ -78,10 +78,6 @@ class Options(NamedTuple):
     log: bool
 
 
-class Outputs(NamedTuple):
-    y: Tensor
-
-
 class Backward(NamedTuple):
     dy: Tensor
     y: Tensor
@@ -89,16 +85,16 @@ class Backward(NamedTuple):
 
 
 class Softmax(kit.Op):
-    name, Inputs, Options, Outputs, Backward = "softmax", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Backward = "softmax", Inputs, Options, Backward
 
     def function(self, given, o):
         return "log_softmax_fn" if o.log else "softmax_fn"
 
     def outputs(self, i, o):
-        return Outputs(empty(i.x))
+        return kit.Output(i.x.new_empty(i.x.shape))
 
     def gradients(self, b, o, wanted):
-        return self.Gradients(wanted.dx and empty(b.y), wanted.dmask and b.mask.new_empty(b.mask.shape))
+        return self.Gradients(wanted.dx and b.y.new_empty(b.y.shape), wanted.dmask and b.mask.new_empty(b.mask.shape))
 
     def start(self, i, o):
         kernels = kit.kernels("softmax")
@@ -106,8 +102,8 @@ class Softmax(kit.Op):
 
         def run(i):
             x, mask = i
-            y = empty(x)
-            launch(x, None, mask, y, o.scale)
+            y = x.new_empty(x.shape)
+            launch(o.scale, x, mask, y)
             return (y,)
 
         return run
@@ -120,11 +116,11 @@ class Softmax(kit.Op):
 
         def run(b):
             dy, y, mask = b
-            dx = empty(y)
+            dx = y.new_empty(y.shape)
             if wanted.dmask is None:
-                launch(y, dy, mask if hides else None, dx, o.scale)
+                launch(o.scale, y, dy, mask if hides else None, dx)
                 return dx, None
-            launch(y, dy, None, dx, 1.0)
+            launch(1.0, y, dy, None, dx)
             dmask = dx.float().sum_to_size(mask.shape).to(wanted.dmask)
             return None if wanted.dx is None else dx * o.scale, dmask
 
@@ -132,10 +128,6 @@ class Softmax(kit.Op):
 
 
 softmax = Softmax()
-
-
-def empty(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 # ---- launch ------------------------------------------------------------------------------------------------------------------
@@ -175,14 +167,13 @@ def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool 
 
 
 def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_rows: Any) -> Callable[..., None]:
-    """For rows like x's, of tensors of which the widest has this itemsize: a function of what is read, the mask, what is
-    written and the scale. no_rows: what the kernel is told where there is no mask."""
-    kernels = kit.kernels("softmax")
-    N, device, vector, backward = x.shape[-1], x.device, 16 // itemsize, "dy" in record._fields
-    tile = softmax_tile(N, vector, backward, kit.device_facts(device).since_sm_90)
-    key = object()
+    """For rows like x's, of tensors of which the widest has this itemsize: a function of the scale and the tensors of the
+    record. no_rows: what the kernel is told where there is no mask."""
+    kernels, N, device, vector = kit.kernels("softmax"), x.shape[-1], x.device, 16 // itemsize
+    tile = softmax_tile(N, vector, "dy" in record._fields, kit.device_facts(device).since_sm_90)
 
-    def made(mask_cols: int) -> tuple:
+    @kit.memoised
+    def made(mask_cols: int, *_: Any) -> tuple:
         how = kernels.SoftmaxVariant(
             N, o.log, tile.rows, tile.block_n, vector, LOOPED=tile.looped, MASK_COLS=mask_cols, PREFETCH=tile.distance > 0
         )
@@ -190,7 +181,8 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
 
     plain = made(1)
 
-    def launch(first: Tensor, second: Tensor | None, mask: Tensor | None, out: Tensor, scale: float) -> None:
+    def launch(scale: float, *tensors: Any) -> None:
+        *first, mask, out = tensors
         (start, how), rows, M = plain, no_rows, out.numel() // N
         if M == 0:
             return
@@ -198,10 +190,8 @@ def _launch(kernel: Any, record: Any, x: Tensor, itemsize: int, o: Options, no_r
             mask, numbers, cols = rows_of_mask(mask.expand(out.shape))
             rows = kernels.MaskRows(*numbers)
             # Triton compiles for what it sees of the numbers of a tuple.
-            masked = key, cols, *map(kit.specialised, numbers)
-            start, how = kit.recall(masked) or kit.remember(masked, made(cols))
-        tensors = (first, second, mask, out) if backward else (first, mask, out)
-        start(-(-M // tile.rows), tensors, rows, M, scale, tile.distance, how)
+            start, how = made(cols, *[(n == 1, n % 16 == 0, -(2**31) <= n < 2**31) for n in numbers])
+        start(-(-M // tile.rows), (*first, mask, out), rows, M, scale, tile.distance, how)
 
     return launch
 

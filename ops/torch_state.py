@@ -38,6 +38,8 @@ except (AttributeError, ImportError):
 def is_eager(tensors: Iterable[Any]) -> bool:
     """Whether all that are not None are plain tensors, and nobody watches or rewrites operator calls.
 
+    Plain is a dense tensor or parameter. What is stored under z.conj().imag has the other sign; the dispatcher knows.
+
     Dynamo and make_fx must see an operator; so must FakeTensor and every other dispatch mode (flop counters, selective
     checkpointing) and tensor subclass, functorch's transforms, whose wrappers have the type Tensor, torch-function modes
     and jit.trace.
@@ -53,24 +55,26 @@ def is_eager(tensors: Iterable[Any]) -> bool:
     ):
         return False
     for t in tensors:  # noqa: SIM110 all() takes 0.6 µs more
-        if t is not None and not is_plain(t):
+        if t is not None and (type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg()):
             return False
     return True
 
 
-def is_plain(t: Any) -> bool:
-    """A dense tensor or parameter. What is stored under z.conj().imag has the other sign; the dispatcher knows."""
-    return type(t) in PLAIN and t.layout is _STRIDED and not t.is_neg()
-
-
 def kinds_of(tensors: Iterable[Tensor | None]) -> tuple | None:
-    """Device and dtype of each, or None where one is not plain. In one pass, as it is part of every eager backward."""
+    """Their device and the dtype of each. None where one is not plain, or on another device. In one pass, as it is part of
+    every eager backward."""
     kinds: list[Any] = []
+    device = None
     for t in tensors:
         if t is None:
             kinds.append(None)
-        elif type(t) in PLAIN and t.layout is _STRIDED and not t.is_neg():  # `is_plain`, without a call
-            kinds += t.device, t.dtype
+        elif type(t) in PLAIN and t.layout is _STRIDED and not t.is_neg():
+            if device is None:
+                device = t.device
+                kinds.append(device)
+            elif t.device != device:
+                return None
+            kinds.append(t.dtype)
         else:
             return None
     return tuple(kinds)
@@ -91,18 +95,11 @@ def transformed_by_func() -> bool:
     return not torch.compiler.is_compiling() and _are_functorch_transforms_active()
 
 
-def differentiated_by_func() -> bool:
-    """Whether torch.func.grad, jvp, hessian and their like are on.
-
-    They differentiate every operation by itself, some of them more than once; the kernels have one formula for one backward.
-    """
-    if not transformed_by_func():
-        return False
-    try:
-        kinds, stack = torch._C._functorch.TransformType, torch._C._functorch.get_interpreter_stack()
-    except AttributeError:  # then vmap alone runs the reference too
-        return True
-    return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack or ())
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """In which F.linear would compute: autocast's, or else the weight's."""
+    device = weight.device.type
+    autocasts = device != "meta" and torch.is_autocast_enabled(device)  # which knows no autocast
+    return torch.get_autocast_dtype(device) if autocasts else weight.dtype
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -84,12 +84,12 @@ def finding(arm: ArmReport, base: ArmReport) -> str:
     assert of is not None
     if of.p_failed is not None:
         said.append(arm.failing or f"no run of {arm.sample.runs} fails")
-        said[-1] += f" (baseline {base.sample.failed} of {base.sample.runs}; exact test, {_p(of.p_failed)})"
+        said[-1] += f" (baseline {base.sample.failed} of {base.sample.runs}; exact test, p {_p(of.p_failed)})"
         said[-1] += ", which differs" if of.fails else ""
     if of.loss is None:
         said += ["every run failed"] if not arm.sample.losses else ["too few runs that trained for an interval of the loss"]
         return "; ".join(said)
-    figures = f"{bounded(of.loss)} nats" + (f", {_p(of.p_loss)}" if of.p_loss is not None else "")
+    figures = f"{bounded(of.loss)} nats" + (f", p {_p(of.p_loss)}" if of.p_loss is not None else "")
     trained = "of the runs that trained the " if of.p_failed is not None else ""
     if of.verdict:
         said.append(f"{trained}loss {of.verdict}, {figures}")
@@ -103,15 +103,10 @@ def finding(arm: ArmReport, base: ArmReport) -> str:
 
 def bounded(of: Interval) -> str:
     """0.010 (0.001 to 0.019). An arm that is not tuned may gain without a bound."""
-    if math.isfinite(of.low) and math.isfinite(of.high):
+    low, high = math.isfinite(of.low), math.isfinite(of.high)
+    if low and high:
         return interval_text(of, 4)
-    end = (
-        f"at most {of.high:.4f}"
-        if math.isfinite(of.high)
-        else f"at least {of.low:.4f}"
-        if math.isfinite(of.low)
-        else "no bound"
-    )
+    end = f"at most {of.high:.4f}" if high else f"at least {of.low:.4f}" if low else "no bound"
     return f"{of.median:.4f} ({end})".replace("-", "−")
 
 
@@ -123,7 +118,7 @@ def _step(arm: ArmReport) -> str:
 
 
 def _p(p: float | None) -> str:
-    return NOTHING if p is None else "p < 0.001" if p < 1e-3 else f"p = {p:.2g}"
+    return NOTHING if p is None else "< 0.001" if p < 1e-3 else f"= {p:.2g}"
 
 
 def table(made: Report) -> tuple[list[str], list[list[str]]]:
@@ -163,9 +158,7 @@ def _judged(of: Difference | None) -> Row:
     said = [*([of.verdict] if of.verdict else []), *(["fails"] if of.fails else [])]
     return {
         "− baseline (95 %)": bounded(of.loss) if of.loss else NOTHING,
-        "p": _p(min((p for p in (of.p_loss, of.p_failed) if p is not None), default=None))
-        .removeprefix("p = ")
-        .removeprefix("p "),
+        "p": _p(min((p for p in (of.p_loss, of.p_failed) if p is not None), default=None)).removeprefix("= "),
         "different": ", ".join(said) or ("no" if of.none else NOTHING),
     }
 

@@ -69,8 +69,7 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     assert len(begun) == 4 and all(torch.equal(weight, stored) for weight in begun)
     whole, found = here(), ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
-    losses = [arm.first_loss for arm in cell.arms.values()] + [loss for of in parity.val_loss.values() for loss in of]
-    assert losses == pytest.approx([trained.final.loss] * (4 + 2 * 6), rel=0.1)
+    assert [arm.first_loss for arm in cell.arms.values()] == pytest.approx([trained.final.loss] * 4, rel=0.1)
     assert any(f"begins with the weights of {trained.folder}" in note for note in found.notes)
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED, FUSED_AGAIN} and cell.mode == "eager" and cell.overrides == {}
     assert parity.holds and parity.seeds == [1, 2]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data import Split, ValidationWindows
+from data import Split, validation_starts
 from data.windows import Windows
 from training.checkpoint import Validation
 from training.distributed import ALONE, World
@@ -47,13 +47,13 @@ class Evaluation:
     ) -> None:
         self._model, self._split, self._precision, self._world, self._context = model, split, precision, world, context
         device = precision.device
-        given = ValidationWindows(
-            split.tokens, context=context, batch_size=batch_size, batches=batches, rank=world.rank, ranks=world.size
+        given = validation_starts(
+            len(split.tokens), context=context, batch_size=batch_size, batches=batches, rank=world.rank, ranks=world.size
         )
-        self._rows = [len(given.starts[first : first + batch_size]) for first in given.firsts]
+        self._rows = [len(batch) for batch in given]
         starts = np.zeros((len(given), batch_size), np.int64)
-        for batch, (first, rows) in enumerate(zip(given.firsts, self._rows, strict=True)):
-            starts[batch, :rows] = given.starts[first : first + rows]
+        for batch, found in enumerate(given):
+            starts[batch, : len(found)] = found
         self._windows = Windows(split.tokens, starts.__getitem__, context, batch_size, device)
         self._starts, self._counts = torch.from_numpy(starts).to(device), torch.tensor(self._rows).to(device)
         self._numbers = torch.arange(batch_size, device=device)[:, None]

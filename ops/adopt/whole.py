@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .blocks import AdoptedBlock, fuse, fused_blocks
 from .loss import calls_loss, replace_loss, restore_loss
+from .mlp import replace_mlps, restore_mlps
 from .norms import AdoptedNorm, Site, replace_norms, restore_norms
 from .results import difference, floats_in
 from .rotary import replace_rotary, restore_rotary
@@ -31,12 +32,14 @@ class Adoption:
     blocks: dict[str, Trial] = field(default_factory=dict)  # by the block's name in the model
     left: dict[str, str] = field(default_factory=dict)  # blocks that stay as they are, and why
     rotary: list[tuple[str, str]] = field(default_factory=list)  # names of attention modules, and what was done there
+    mlps: list[tuple[str, str]] = field(default_factory=list)
     loss: str = ""
     notes: list[str] = field(default_factory=list)  # what else a reader should know
 
     def undo(self) -> None:
-        """Gives the model back its own norms, sums, rotary positions and loss; its parameters keep their values."""
+        """Gives the model back its own norms, sums, rotary positions, MLPs and loss; its parameters keep their values."""
         restore_rotary(self.model)
+        restore_mlps(self.model)
         restore_norms(self.model, verbose=False)
         restore_loss(self.model, verbose=False)
 
@@ -52,7 +55,7 @@ class Adoption:
         ]
         for name, why in self.left.items():
             lines.append((name, f"{type(self.model.get_submodule(name)).__name__}, sums left alone: {why}"))
-        told = [*_grouped(lines + self.rotary), *filter(None, [self.loss]), *self.notes]
+        told = [*_grouped(lines + self.rotary + self.mlps), *filter(None, [self.loss]), *self.notes]
         return "\n".join(told) or "nothing in it is a norm"
 
 
@@ -62,11 +65,13 @@ def adopt(
     *,
     blocks: bool = True,
     rotary: bool = True,
+    mlp: bool = True,
     loss: bool = True,
     only: Callable[[str, nn.Module], bool] | None = None,
     verbose: bool = True,
 ) -> Adoption:
-    """Lets a model run the fused kernels, in place: its norms, the residual sums in its blocks, and its loss.
+    """Lets a model run the fused kernels, in place: its norms, residual sums, rotary positions,
+    gated MLPs, and its loss.
 
     Norms are replaced as `replace_norms` says. Then the blocks in the model are looked for, and each is tried: where a norm can
     compute a residual sum along, it does, with the dropout, scale, drop path or norm that the branch goes through. The block
@@ -80,8 +85,9 @@ def adopt(
             and fp16) of their norm, all is undone.
         blocks: also compute the sums of its blocks in the norms.
         rotary: also turn queries and keys in one kernel, with the norms before (`replace_rotary`).
+        mlp: also compute the activation and product of gated MLPs in one kernel (`replace_mlps`).
         loss: also replace `loss_function`, if its forward calls one that is that of transformers' causal language models.
-        only: a function of the name and module of each norm, block and attention; what it returns False for is left alone.
+        only: a function of the name and module of each norm, block, attention and MLP; what it returns False for is left alone.
         verbose: print the table.
 
     Returns:
@@ -103,6 +109,8 @@ def adopt(
             _fuse_blocks(found, only)
         if rotary:
             found.rotary = replace_rotary(model, only=only)
+        if mlp:
+            found.mlps = replace_mlps(model, only=only)
         if loss and calls_loss(model):
             try:
                 found.loss = replace_loss(model, verbose=False)

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from .constants import Constants
-from .cross_entropy import LOG2E
 from .nvidia import widen
-from .rows import affine
+from .rows import LOG2E, affine
 
 GELU, GELU_TANH, SILU, RELU2 = (tl.constexpr(kind) for kind in range(4))  # of `activation.Activation`
 

@@ -11,11 +11,10 @@ from ..records import BackwardInputs, Gradients
 from ..reference import Norm
 from .dropout import drop
 from .exchange import collect, publish
-from .norms import centres, load_stats, norm_gradient, normalised, pointwise, scalars, slope
+from .norms import centres, load_stats, normalised, pointwise, row_sums, scalars, slope, through_norm
 from .nvidia import widen
 from .rows import (
     Place,
-    add_pairs,
     affine,
     block_mask,
     block_start,
@@ -78,7 +77,7 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
     b_weight = load_weights(p.weight, at, VARIANT, VARIANT.OFFSET)
     b_weight1 = load_weights(p.weight1, at, VARIANT, VARIANT.OFFSET)
     b_branch_weight = load_weights(p.branch_weight, at, VARIANT, VARIANT.OFFSET)
-    b_sums = zero_sums(VARIANT)
+    b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
     b_scalar_sums = zero_scalar_sums(p.dscalars, VARIANT.NORM, VARIANT)
     b_branch_scalar_sums = zero_scalar_sums(p.dbranch_scalars, VARIANT.BRANCH_NORM, VARIANT)
     for tile in tl.range(tl.program_id(0), n.tiles, tl.num_programs(0), num_stages=VARIANT.STAGES):
@@ -95,8 +94,8 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
             b_sums = add_products(add_products(b_sums, 0, b_dy, b_xhat), 2, b_dy1, b_xhat)
             b_g = weighted(b_dy, b_weight, b_dy1, b_weight1, VARIANT)
             b_scalar_sums = add_scalar_products(b_scalar_sums, b_g, b_r, b_xhat, b_mean, b_rstd, VARIANT.NORM, VARIANT)
-            b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.NORM, VARIANT)
-            b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
+            b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.NORM)
+            b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT.N)
         b_ds, b_ds1 = store_input_gradients(p, seed, n, b_dz, at, VARIANT)
         if VARIANT.BRANCH:
             b_x = load_rows(p.x, at, VARIANT)
@@ -107,7 +106,7 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
             b_branch_scalar_sums = add_scalar_products(
                 b_branch_scalar_sums, b_g, b_x, b_xhat, b_mean, b_rstd, VARIANT.BRANCH_NORM, VARIANT
             )
-            b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.BRANCH_NORM, VARIANT)
+            b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.BRANCH_NORM)
             store_through_branch(p, b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, at, VARIANT)
         store_rowscale_gradients(p, b_ds, b_ds1, at)
     store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT)
@@ -143,7 +142,7 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
                 for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
                     here = Place(at.rows, at.m_row, first_col)
                     b_g, _, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
-                    b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT.NORM, VARIANT)
+                    b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT.NORM)
                     b_c1 += b_block_c1
                     b_c2 += b_block_c2
         for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
@@ -151,16 +150,23 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
             b_dz = load_rows(p.dr, here, VARIANT)
             if p.dy is not None or p.dy1 is not None:
                 b_g, b_r, b_xhat, b_dy, b_dy1 = load_upstream(p, b_mean, b_rstd, here, VARIANT)
-                b_sums = add_products(add_products(zero_sums(VARIANT), 0, b_dy, b_xhat), 2, b_dy1, b_xhat)
+                b_sums = add_products(
+                    add_products(zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N), 0, b_dy, b_xhat),
+                    2,
+                    b_dy1,
+                    b_xhat,
+                )
                 b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, VARIANT)
                 store_partials(p, b_sums, tl.program_id(0), here, VARIANT, 0, 3)
                 b_scalar_sums = add_scalar_products(b_scalar_sums, b_g, b_r, b_xhat, b_mean, b_rstd, VARIANT.NORM, VARIANT)
-                b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
+                b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT.N)
             b_block_ds, b_block_ds1 = store_input_gradients(p, seed, n, b_dz, here, VARIANT)
             if VARIANT.BRANCH:
                 b_x = load_rows(p.x, here, VARIANT)
                 b_db, b_xhat, b_x, b_block_ds = branch_upstream(p, seed, n, b_dz, b_x, b_mean_x, b_rstd_x, here, VARIANT)
-                b_sums = add_products(zero_sums(VARIANT), 4, b_db, b_xhat)
+                b_sums = add_products(
+                    zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N), 4, b_db, b_xhat
+                )
                 b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, VARIANT)
                 store_partials(p, b_sums, tl.program_id(0), here, VARIANT, 4, 5)
                 b_g = weighted(b_db, load_weights(p.branch_weight, here, VARIANT, VARIANT.OFFSET), (), (), VARIANT)
@@ -170,7 +176,7 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
                 if pointwise(VARIANT.BRANCH_NORM):
                     store_through_branch(p, b_g, b_x, b_xhat, b_branch_c1, b_branch_c2, b_mean_x, b_rstd_x, here, VARIANT)
                 else:
-                    b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT.BRANCH_NORM, VARIANT)
+                    b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT.BRANCH_NORM)
                     b_branch_c1 += b_block_c1
                     b_branch_c2 += b_block_c2
             b_ds += b_block_ds
@@ -181,7 +187,7 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
                 b_dz = load_rows(p.dr, here, VARIANT)
                 if p.dy is not None or p.dy1 is not None:
                     b_g, b_r, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
-                    b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
+                    b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT.N)
                 b_x = load_rows(p.x, here, VARIANT)
                 b_db, b_xhat, b_x, _ = branch_upstream(p, seed, n, b_dz, b_x, b_mean_x, b_rstd_x, here, VARIANT)
                 b_g = weighted(b_db, load_weights(p.branch_weight, here, VARIANT, VARIANT.OFFSET), (), (), VARIANT)
@@ -206,7 +212,7 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
     first_col = slice_id * VARIANT.BLOCK_N
     at = place(group, first_col, n.M, VARIANT)
     b_weight = load_weights(p.weight, at, VARIANT, VARIANT.OFFSET)
-    b_sums = zero_sums(VARIANT)
+    b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
     b_waiting_r = tl.zeros([1, VARIANT.BLOCK_N], p.r.dtype.element_ty)
     b_waiting_dy = tl.zeros([1, VARIANT.BLOCK_N], p.dy.dtype.element_ty)
     # Rows before the first and behind the last are masked.
@@ -220,7 +226,7 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
         b_rstd, b_mean = load_stats(p.stats, p.scalars, at, VARIANT.NORM, VARIANT.ROWS)
         b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT.NORM, VARIANT)
         b_sums = add_products(b_sums, 0, b_dy, b_xhat)
-        b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, (), (), VARIANT), b_xhat, VARIANT.NORM, VARIANT)
+        b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, (), (), VARIANT), b_xhat, VARIANT.NORM)
         publish(p.board, group, turn, slice_id, b_c1, b_c2, VARIANT)
 
         b_r_before = (widen(b_waiting_r),)
@@ -232,7 +238,7 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
         b_c1, b_c2 = collect(p.board, group, turn - 1, VARIANT)
         b_g = weighted(b_dy_before, b_weight, (), (), VARIANT)
         b_xhat = normalised_rows(b_r_before, b_mean, b_rstd, before, VARIANT.NORM, VARIANT)
-        b_dz = through_norm(b_dz, b_g, b_r_before, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
+        b_dz = through_norm(b_dz, b_g, b_r_before, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT.N)
         store_input_gradients(p, seed, n, b_dz, before, VARIANT)
     store_partials(p, b_sums, group, place(0, first_col, n.M, VARIANT), VARIANT)
 
@@ -285,25 +291,6 @@ def scaled(b_row, b_weight, i: tl.constexpr):
 
 
 @triton.jit
-def row_sums(b_g, b_xhat, NORM: tl.constexpr, VARIANT: tl.constexpr):
-    """fp32 [ROWS] twice: the sums over the columns of g · x̂ and of g (0 where the norm does not centre), in one reduction."""
-    b_product = b_g[0] * b_xhat[0]
-    b_sum = b_g[0]
-    for i in tl.static_range(1, blocks(VARIANT)):
-        b_product += b_g[i] * b_xhat[i]
-        b_sum += b_g[i]
-    if pointwise(NORM):
-        b_c1 = tl.zeros([VARIANT.ROWS], tl.float32)
-        b_c2 = b_c1
-    elif centres(NORM):
-        b_c1, b_c2 = tl.reduce((b_product, b_sum), 1, add_pairs)
-    else:
-        b_c1 = tl.sum(b_product, 1)
-        b_c2 = tl.zeros([VARIANT.ROWS], tl.float32)
-    return b_c1, b_c2
-
-
-@triton.jit
 def zero_scalar_sums(p_dscalars, NORM: tl.constexpr, VARIANT: tl.constexpr):
     """A block fp32 [ROWS, BLOCK_N] for each scalar of the norm; an empty tuple where their gradient is not wanted."""
     b_scalar_sums = ()
@@ -339,20 +326,6 @@ def store_scalar_sums(p, b_scalar_sums, b_branch_scalar_sums):
         p_sum = p.scalar_partials + tl.program_id(0) * ALL + j
         b_sum = b_scalar_sums[j] if j < BEFORE else b_branch_scalar_sums[j - BEFORE]
         tl.store(p_sum, tl.sum(tl.sum(b_sum, 1), 0))
-
-
-@triton.jit
-def through_norm(b_dr, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, NORM: tl.constexpr, VARIANT: tl.constexpr):
-    """dz = dr + the gradient through the norm; b_c1, b_c2: sums over the columns, as of `row_sums`."""
-    b_dz = ()
-    b_c1 *= b_rstd * (1.0 / VARIANT.N)
-    b_c2 *= b_rstd * (1.0 / VARIANT.N)
-    for i in tl.static_range(blocks(VARIANT)):
-        b = norm_gradient(b_g[i], b_r[i], b_xhat[i], b_c1, b_c2, b_mean, b_rstd, NORM)
-        if len(b_dr) > 0:
-            b += b_dr[i]
-        b_dz += (b,)
-    return b_dz
 
 
 @triton.jit
@@ -425,7 +398,7 @@ def store_through_branch(p, b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, at, VA
     """Stores dx, the gradient of g through the branch norm."""
     if p.dx is not None:
         b_scale = load_scale(p.rowscale, at)
-        b_dx = through_norm((), b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.BRANCH_NORM, VARIANT)
+        b_dx = through_norm((), b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.BRANCH_NORM, VARIANT.N)
         for i in tl.static_range(blocks(VARIANT)):
             b = b_dx[i]
             if b_scale is not None:

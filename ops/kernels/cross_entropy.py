@@ -18,9 +18,8 @@ from triton.language.target_info import cuda_capability_geq, is_cuda
 
 from .constants import Constants
 from .nvidia import PTX, widen
-from .rows import as_mask
+from .rows import LOG2E, as_mask, tanh
 
-LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 
 
@@ -400,16 +399,6 @@ def softcapped(x, n, HOW: tl.constexpr):
         x = n.softcap * t
         slope = 1.0 - t * t
     return x, slope
-
-
-@triton.jit
-def tanh(x):
-    """To 2 ulp. Below 0.3 by the series, where the difference in the other formula has few digits."""
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - e) / (1.0 + e)
-    q = x * x
-    near = x + x * q * (-1 / 3 + q * (2 / 15 + q * (-17 / 315 + q * (62 / 2835))))
-    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0.0, -far, far))
 
 
 class Factors(NamedTuple):

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..reference import Norm
+from .rows import add_pairs, tanh
 
 LAYERNORM = tl.constexpr(Norm.layernorm.value)
 RMSNORM = tl.constexpr(Norm.rmsnorm.value)
@@ -95,15 +96,6 @@ def normalised(b, b_mean, b_rstd, NORM: tl.constexpr):
 
 
 @triton.jit
-def tanh(b):
-    """To 3e-7 of itself everywhere: 1 − 2 / (e²ᵇ + 1) loses digits near zero, where the Taylor series does not."""
-    b_square = b * b
-    b_series = b + b * b_square * (-1 / 3 + b_square * (2 / 15 + b_square * (-17 / 315 + b_square * (62 / 2835))))
-    b_far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(b)) + 1.0)
-    return tl.where(tl.abs(b) < 0.25, b_series, tl.where(b < 0.0, -b_far, b_far))
-
-
-@triton.jit
 def slope(b, b_xhat, b_mean, b_rstd, NORM: tl.constexpr):
     """The derivative of a pointwise norm by α · r + s: fp32 [ROWS, width]."""
     tl.static_assert(NORM == DYT or NORM == DERF, "unknown norm")
@@ -136,6 +128,38 @@ def norm_gradient(b_g, b, b_xhat, b_c1, b_c2, b_mean, b_rstd, NORM: tl.constexpr
         else:
             b_gradient -= direction(b_xhat, NORM) * b_c1[:, None]
     return b_gradient
+
+
+@triton.jit
+def row_sums(b_g, b_xhat, NORM: tl.constexpr):
+    """fp32 [ROWS] twice: the sums over the columns of all blocks of g · x̂ and of g (0 where the norm does not centre), in one
+    reduction."""
+    b_product = b_g[0] * b_xhat[0]
+    b_sum = b_g[0]
+    for i in tl.static_range(1, len(b_g)):
+        b_product += b_g[i] * b_xhat[i]
+        b_sum += b_g[i]
+    b_c1 = tl.zeros([b_sum.shape[0]], tl.float32)
+    b_c2 = b_c1
+    if centres(NORM):
+        b_c1, b_c2 = tl.reduce((b_product, b_sum), 1, add_pairs)
+    elif not pointwise(NORM):
+        b_c1 = tl.sum(b_product, 1)
+    return b_c1, b_c2
+
+
+@triton.jit
+def through_norm(b_dr, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, NORM: tl.constexpr, N: tl.constexpr):
+    """dr + the gradient of g through the norm of N columns, in blocks; b_c1, b_c2: sums over the columns, as of `row_sums`."""
+    b_dz = ()
+    b_c1 *= b_rstd * (1.0 / N)
+    b_c2 *= b_rstd * (1.0 / N)
+    for i in tl.static_range(len(b_g)):
+        b = norm_gradient(b_g[i], b_r[i], b_xhat[i], b_c1, b_c2, b_mean, b_rstd, NORM)
+        if len(b_dr) > 0:
+            b += b_dr[i]
+        b_dz += (b,)
+    return b_dz
 
 
 @triton.jit

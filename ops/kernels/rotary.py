@@ -22,11 +22,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .constants import Constants
-from .norms import centres, deviation, inverse, norm_gradient, spread
+from .norms import NONE, centres, deviation, inverse, row_sums, spread, through_norm
 from .nvidia import keep_order, widen
-from .rows import add_pairs, mean
-
-NO_NORM = -1  # beside the values of `reference.Norm`
+from .rows import mean
+from .weight_gradients import add_products, sum_partials, zero_sums
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Variant(Constants):
     KV_HEADS: int  # key heads, and as many value heads
     PER_HEAD: bool  # each head has a weight of its own
     PACKED: bool  # queries, keys and values lie side by side in one tensor
-    NORM: int  # a value of `reference.Norm`, or NO_NORM
+    NORM: int  # a value of `reference.Norm`
     OFFSET: float  # added to the weights: 1.0 where they are zero-centred
     INTERLEAVED: bool  # feature 2i is paired with 2i + 1; else i with i + R/2
     ROWS: int  # in a tile
@@ -134,16 +133,13 @@ def rotary_forward_kernel(p, T, q_tiles, table_rows, eps, x_batch, x_token, k_ba
     else:
         program -= q_tiles
         o = HOW.KV_HEADS * HOW.D
-        if HOW.PACKED:
-            turn_tile(
-                p.x + HOW.HEADS * HOW.D, x_batch, x_token, HOW.HEAD_STRIDES[0], p.k_weight, p.k_bias, p.k_out, o, p, program,
-                T, table_rows, eps, HOW.KV_HEADS, HOW,
-            )  # fmt: skip
-        else:
-            turn_tile(
-                p.k, k_batch, k_token, HOW.HEAD_STRIDES[1], p.k_weight, p.k_bias, p.k_out, o, p, program, T, table_rows, eps,
-                HOW.KV_HEADS, HOW,
-            )  # fmt: skip
+        p_k = p.x + HOW.HEADS * HOW.D if HOW.PACKED else p.k
+        batch = x_batch if HOW.PACKED else k_batch
+        token = x_token if HOW.PACKED else k_token
+        turn_tile(
+            p_k, batch, token, HOW.HEAD_STRIDES[0 if HOW.PACKED else 1], p.k_weight, p.k_bias, p.k_out, o, p, program, T,
+            table_rows, eps, HOW.KV_HEADS, HOW,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -166,7 +162,7 @@ def turn_tile(
     b_x = load_raw(p_x, row_offsets(rows, batch, token, HEAD_STRIDE, HOW), rows.m, HOW)
     b_cos, b_sin = load_angles(p, rows, T, table_rows, HOW)
     b_a, b_b = pairs(b_x, HOW)
-    if HOW.NORM != NO_NORM_:
+    if HOW.NORM != NONE:
         b_a, b_b, _ = normalised(b_a, b_b, eps, HOW)
         if len(b_w) > 0:
             b_a *= b_w[0]
@@ -214,19 +210,15 @@ def rotary_backward_kernel(
         )  # fmt: skip
     else:
         mine = program - Q_PARTS * q_programs
-        if HOW.PACKED:
-            p_k = None if p.x is None else p.x + o_k
-            turn_back(
-                p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p_k, x_batch, x_token, HOW.HEAD_STRIDES[3], p.k_weight,
-                p.dx + o_k, o_dx, p, mine % k_programs, k_programs, mine // k_programs, program, B, T, table_rows, eps,
-                HOW.KV_HEADS, HOW,
-            )  # fmt: skip
-        else:
-            turn_back(
-                p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p.k, k_batch, k_token, HOW.HEAD_STRIDES[4], p.k_weight,
-                p.dk_in, HOW.KV_HEADS * HOW.D, p, mine % k_programs, k_programs, mine // k_programs, program, B, T,
-                table_rows, eps, HOW.KV_HEADS, HOW,
-            )  # fmt: skip
+        p_k = p.k if not HOW.PACKED or p.x is None else p.x + o_k
+        p_dk = p.dx + o_k if HOW.PACKED else p.dk_in
+        batch = x_batch if HOW.PACKED else k_batch
+        token = x_token if HOW.PACKED else k_token
+        turn_back(
+            p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p_k, batch, token, HOW.HEAD_STRIDES[3 if HOW.PACKED else 4],
+            p.k_weight, p_dk, o_dx if HOW.PACKED else HOW.KV_HEADS * HOW.D, p, mine % k_programs, k_programs,
+            mine // k_programs, program, B, T, table_rows, eps, HOW.KV_HEADS, HOW,
+        )  # fmt: skip
     if HOW.PACKED:
         o_v = (HOW.HEADS + HOW.KV_HEADS) * HOW.D
         at = first_tile(program, T, HOW.KV_HEADS, HOW)
@@ -254,10 +246,7 @@ def turn_back(
         b_w = load_weights(p_weight, part, HOW, HOW.OFFSET)
     else:
         b_w = load_weights(p_weight, 0, HOW, HOW.OFFSET)
-    b_dweight_a = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
-    b_dweight_b = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
-    b_dbias_a = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
-    b_dbias_b = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
+    b_sums = zero_sums(HOW.WANTED, 2, HOW.ROWS, HOW.BLOCK)
     at = first_tile(first, T, SHARED, HOW)
     step = first_tile(programs, T, SHARED, HOW)
     for _ in tl.range(first, B * step.count, programs, num_stages=HOW.STAGES):
@@ -269,39 +258,31 @@ def turn_back(
         at = next_tile(at, step)
         b_a, b_b = pairs(b_dout, HOW)
         b_a, b_b = turned(b_a, b_b, b_cos, 0.0 - b_sin)
-        if HOW.NORM != NO_NORM_:
+        if HOW.NORM != NONE:
             b_xa, b_xb = pairs(b_x, HOW)
             b_xa, b_xb, b_rstd = normalised(b_xa, b_xb, eps, HOW)
-            if HOW.WANTED[0]:
-                b_dweight_a += b_a * b_xa
-                b_dweight_b += b_b * b_xb
-            if HOW.WANTED[1]:
-                b_dbias_a += b_a
-                b_dbias_b += b_b
+            b_xhat = (b_xa, b_xb)
+            b_sums = add_products(b_sums, 0, (b_a, b_b), b_xhat)
             if len(b_w) > 0:
                 b_a *= b_w[0]
                 b_b *= b_w[1]
-            b_c1, b_c2 = row_sums(b_a * b_xa + b_b * b_xb, b_a + b_b, HOW)
-            b_c1 *= b_rstd * (1.0 / HOW.D)
-            b_c2 *= b_rstd * (1.0 / HOW.D)
-            b_a = norm_gradient(b_a, b_xa, b_xa, b_c1, b_c2, b_rstd, b_rstd, HOW.NORM)
-            b_b = norm_gradient(b_b, b_xb, b_xb, b_c1, b_c2, b_rstd, b_rstd, HOW.NORM)
+            b_c1, b_c2 = row_sums((b_a, b_b), b_xhat, HOW.NORM)
+            b_a, b_b = through_norm((), (b_a, b_b), b_xhat, b_xhat, b_c1, b_c2, b_rstd, b_rstd, HOW.NORM, HOW.D)
         o_out = (rows.sequence * T + rows.tokens) * o_token + rows.heads * HOW.D
         store_pairs(p_dx, o_out, rows.m, b_a, b_b, HOW)
-    if HOW.WANTED[0]:
-        store_partial(p.partials, partial, 0, b_dweight_a, b_dweight_b, HOW)
-    if HOW.WANTED[1]:
-        store_partial(p.partials, partial, 1, b_dbias_a, b_dbias_b, HOW)
+    for i in tl.static_range(2):
+        if HOW.WANTED[i]:
+            store_partial(p.partials, partial, i, b_sums[i], HOW)
 
 
 @triton.jit
-def store_partial(p_partials, partial, i: tl.constexpr, b_a, b_b, HOW: tl.constexpr):
+def store_partial(p_partials, partial, i: tl.constexpr, b_sum, HOW: tl.constexpr):
     """Stores the sums over the rows of a tile as gradient i (0: weight, 1: bias) of this program."""
     p_row = p_partials + (partial.to(tl.int64) * wanted(HOW) + (i if HOW.WANTED[0] else 0)) * HOW.D
     o_a, o_b = columns(HOW)
     m = tl.arange(0, HOW.BLOCK) < HOW.D // 2
-    tl.store(p_row + o_a, tl.sum(b_a, 0), mask=m)
-    tl.store(p_row + o_b, tl.sum(b_b, 0), mask=m)
+    tl.store(p_row + o_a, tl.sum(b_sum[0], 0), mask=m)
+    tl.store(p_row + o_b, tl.sum(b_sum[1], 0), mask=m)
 
 
 @triton.jit(do_not_specialize=["q_programs", "k_programs"])
@@ -318,13 +299,7 @@ def finish_rotary_weights_kernel(p, q_programs, k_programs, PROGRAMS: tl.constex
     if part >= Q_PARTS:
         first = Q_PARTS * q_programs + (part - Q_PARTS) * k_programs
         count = k_programs
-    b_sum = tl.zeros([PROGRAMS, BLOCK], tl.float32)
-    for start in tl.range(0, count, PROGRAMS):
-        o = start + tl.arange(0, PROGRAMS)
-        m = (o < count)[:, None] & (cols < HOW.D)[None, :]
-        o_row = ((first + o).to(tl.int64) * wanted(HOW) + i) * HOW.D
-        b_sum += tl.load(p.partials + o_row[:, None] + cols[None, :], mask=m, other=0.0)
-    b_total = tl.sum(b_sum, 0)
+    b_total = sum_partials(p.partials, first, count, wanted(HOW), i, cols, HOW.D, PROGRAMS)
     if HOW.WANTED[0] and i == 0:
         store_weights(p.q_weight, p.k_weight, part, cols, b_total, HOW)
     else:
@@ -343,8 +318,6 @@ def store_weights(p_q, p_k, part, cols, b_total, HOW: tl.constexpr):
 
 
 # ---- what both directions share ---------------------------------------------------------------------------------------------
-
-NO_NORM_ = tl.constexpr(NO_NORM)
 
 
 @triton.constexpr_function
@@ -416,21 +389,26 @@ def columns(HOW: tl.constexpr):
 
 
 @triton.jit
+def inside(m_row, HOW: tl.constexpr):
+    """Of what is loaded or stored at once, all features or one of each pair, what is there: int1 [ROWS, 1 or that many]."""
+    m = m_row
+    if pads(HOW):
+        EACH: tl.constexpr = 2 if HOW.INTERLEAVED else 1
+        m = m_row & (tl.arange(0, EACH * HOW.BLOCK) < EACH * HOW.D // 2)[None, :]
+    return m
+
+
+@triton.jit
 def load_raw(p, o_row, m_row, HOW: tl.constexpr):
     """What `pairs` takes, as it lies in memory, zero where masked. An empty tuple where there is no tensor."""
     b_raw = ()
     if p is not None:
+        m = inside(m_row, HOW)
         if HOW.INTERLEAVED:
             cols = tl.arange(0, 2 * HOW.BLOCK)
-            m = m_row
-            if pads(HOW):
-                m = m_row & (cols < HOW.D)[None, :]
             b_raw = (tl.load(p + o_row[:, None] + cols[None, :], mask=m, other=0.0),)
         else:
             o_a, o_b = columns(HOW)
-            m = m_row
-            if pads(HOW):
-                m = m_row & (tl.arange(0, HOW.BLOCK) < HOW.D // 2)[None, :]
             b_a = tl.load(p + o_row[:, None] + o_a[None, :], mask=m, other=0.0)
             b_b = tl.load(p + o_row[:, None] + o_b[None, :], mask=m, other=0.0)
             b_raw = (b_a, b_b)
@@ -450,18 +428,13 @@ def pairs(b_raw, HOW: tl.constexpr):
 
 @triton.jit
 def store_pairs(p, o_row, m_row, b_a, b_b, HOW: tl.constexpr):
+    m = inside(m_row, HOW)
     if HOW.INTERLEAVED:
         cols = tl.arange(0, 2 * HOW.BLOCK)
-        m = m_row
-        if pads(HOW):
-            m = m_row & (cols < HOW.D)[None, :]
         b = tl.reshape(tl.join(b_a, b_b), [HOW.ROWS, 2 * HOW.BLOCK])
         tl.store(p + o_row[:, None] + cols[None, :], b, mask=m)
     else:
         o_a, o_b = columns(HOW)
-        m = m_row
-        if pads(HOW):
-            m = m_row & (tl.arange(0, HOW.BLOCK) < HOW.D // 2)[None, :]
         tl.store(p + o_row[:, None] + o_a[None, :], b_a, mask=m)
         tl.store(p + o_row[:, None] + o_b[None, :], b_b, mask=m)
 
@@ -531,14 +504,3 @@ def normalised(b_a, b_b, eps, HOW: tl.constexpr):
             b_b = tl.where(m, b_b, 0.0)
     b_rstd = inverse(tl.sum(spread(b_a, HOW.NORM) + spread(b_b, HOW.NORM), 1), HOW.D, eps, HOW.NORM)
     return b_a * b_rstd[:, None], b_b * b_rstd[:, None], b_rstd
-
-
-@triton.jit
-def row_sums(b_product, b_sum, HOW: tl.constexpr):
-    """fp32 [ROWS] twice; the second is 0 where the norm does not centre."""
-    if centres(HOW.NORM):
-        b_c1, b_c2 = tl.reduce((b_product, b_sum), 1, add_pairs)
-    else:
-        b_c1 = tl.sum(b_product, 1)
-        b_c2 = tl.zeros([HOW.ROWS], tl.float32)
-    return b_c1, b_c2

@@ -15,9 +15,21 @@ import triton
 import triton.language as tl
 
 from .constants import Constants
-from .cross_entropy import INF, LOG2E, join_sums
+from .cross_entropy import INF, join_sums
 from .nvidia import widen
-from .rows import Place, block_cols, block_mask, blocks, load_rows, offsets, place, prefetch_tile, reaches_outside, row_sum
+from .rows import (
+    LOG2E,
+    Place,
+    block_cols,
+    block_mask,
+    blocks,
+    load_rows,
+    offsets,
+    place,
+    prefetch_tile,
+    reaches_outside,
+    row_sum,
+)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .rows import as_mask, block_cols, blocks
+from .rows import as_mask, block_cols
 
 
 class WeightGradients(NamedTuple):
@@ -26,14 +26,14 @@ class WeightGradients(NamedTuple):
 # Sums are a tuple of six tuples of blocks, in the order of `rows.Weights`; an empty tuple where the gradient is not wanted.
 # Without names, as loops of Triton 3.6 carry none.
 @triton.jit
-def zero_sums(VARIANT: tl.constexpr):
-    """fp32 blocks [ROWS, BLOCK_N]; the rows of a tile are added up at the end."""
+def zero_sums(WANTED: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """fp32 blocks [ROWS, WIDTH]; the rows of a tile are added up at the end."""
     b_sums = ()
-    for j in tl.static_range(6):
+    for j in tl.static_range(wanted_of(WANTED)):
         b_row = ()
-        if VARIANT.WANTED[j]:
-            for _ in tl.static_range(blocks(VARIANT)):
-                b_row += (tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32),)
+        if WANTED[j]:
+            for _ in tl.static_range(BLOCKS):
+                b_row += (tl.zeros([ROWS, WIDTH], tl.float32),)
         b_sums += (b_row,)
     return b_sums
 
@@ -42,7 +42,7 @@ def zero_sums(VARIANT: tl.constexpr):
 def add_products(b_sums, FIRST: tl.constexpr, b_dy, b_xhat):
     """b_sums, with dy · x̂ added to that of number FIRST, a weight, and dy to the next, its bias."""
     b_new = ()
-    for j in tl.static_range(6):
+    for j in tl.static_range(len(b_sums)):
         b_row = ()
         for i in tl.static_range(len(b_sums[j])):
             b = b_sums[j][i]
@@ -87,6 +87,12 @@ def partial_sum(p, group, j: tl.constexpr, VARIANT: tl.constexpr):
 
 
 @triton.constexpr_function
+def wanted_of(WANTED):
+    """How many weight gradients there may be."""
+    return len(WANTED)
+
+
+@triton.constexpr_function
 def wanted_before(j, WANTED):
     """How many of the weight gradients before j are wanted."""
     return sum(WANTED[:j])
@@ -106,14 +112,23 @@ def finish_weight_gradients_kernel(
     column_blocks = tl.cdiv(N, BLOCK_N)
     which = tl.program_id(0) // column_blocks
     cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    b_sum = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    for first in tl.range(0, groups, BLOCK_P):
-        rows = first + tl.arange(0, BLOCK_P)
-        m = (rows < groups)[:, None] & (cols < N)[None, :]
-        p_sums = p.partials + (rows.to(tl.int64)[:, None] * wanted_before(6, WANTED) + which) * N
-        b_sum += tl.load(p_sums + cols[None, :], mask=m, other=0.0)
-    b = tl.sum(b_sum, 0)
+    b = sum_partials(p.partials, 0, groups, wanted_before(6, WANTED), which, cols, N, BLOCK_P)
     for j in tl.static_range(6):
         if WANTED[j]:  # a constant, unlike `which`
             if which == wanted_before(j, WANTED):
                 tl.store(p[j + 1] + cols, b, mask=cols < N)
+
+
+@triton.jit
+def sum_partials(
+    p_partials, first, count, EACH: tl.constexpr, which, cols, N: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """fp32, for each of `cols`: the sum, in a fixed order, of number `which` of the EACH partial sums [N] that each of `count`
+    programs has stored, from program `first` on."""
+    b_sum = tl.zeros([BLOCK_P, cols.shape[0]], tl.float32)
+    for start in tl.range(0, count, BLOCK_P):
+        o = start + tl.arange(0, BLOCK_P)
+        m = (o < count)[:, None] & (cols < N)[None, :]
+        p_sums = p_partials + ((first + o).to(tl.int64)[:, None] * EACH + which) * N
+        b_sum += tl.load(p_sums + cols[None, :], mask=m, other=0.0)
+    return tl.sum(b_sum, 0)

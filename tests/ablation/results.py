@@ -79,8 +79,6 @@ def parity_of(overrides: dict[str, str], seeds: int = 3, holds: bool = True) -> 
         seeds=list(range(1, seeds + 1)),
         steps=60,
         quantities=[Quantity(name, Interval(far, far - 0.08, far + 0.09), Interval(0.99, 0.93, 1.06), holds) for name in names],
-        val_loss={arm: [4.1 + 0.01 * seed for seed in range(seeds)] for arm in ("reference", TORCH, FUSED, "reordered 0")},
-        val_difference=Interval(-0.0003, -0.0011, 0.0006),
         holds=holds,
         verdict="Parity holds: as far as others." if holds else "Parity fails: the loss is 7.4 × as far as expected.",
         distances={name: [Distances(far, 0.99, -0.01, 0.02)] * seeds for name in names},

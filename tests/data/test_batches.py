@@ -2,11 +2,10 @@ import hashlib
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import Batches, ValidationWindows
+from data import Batches, validation_starts
 
 shapes = st.fixed_dictionaries({"context": st.integers(1, 20), "batch_size": st.integers(1, 12), "seed": st.integers(0, 2**63)})
 sizes = st.integers(0, 300)  # tokens beyond the shortest corpus
@@ -18,7 +17,7 @@ def numbered(count: int) -> np.ndarray:
 
 
 def starts(batches: Batches, steps: range) -> list[int]:
-    return [int(start) for step in steps for start in batches[step][0][:, 0]]
+    return [int(start) for step in steps for start in batches.starts(step)]
 
 
 def starts_of_epoch(batches: Batches, epoch: int) -> list[int]:
@@ -29,12 +28,12 @@ def starts_of_epoch(batches: Batches, epoch: int) -> list[int]:
 def test_a_batch_is_a_function_of_its_step_and_is_cut_among_the_ranks(shape, more, ranks, steps):
     tokens, shape = numbered(shape["context"] + 1 + more), {**shape, "batch_size": shape["batch_size"] * ranks}
     batches, parts = Batches(tokens, **shape), [Batches(tokens, **shape, rank=rank, ranks=ranks) for rank in range(ranks)]
-    in_order = [batches[step] for step in steps]
-    for step, (inputs, targets) in reversed(list(zip(steps, in_order, strict=True))):
-        assert inputs.shape == (shape["batch_size"], shape["context"]) and inputs.dtype == targets.dtype == torch.int64
-        assert torch.equal(inputs, inputs[:, :1] + torch.arange(shape["context"])) and torch.equal(targets, inputs + 1)
-        for again in (batches[step], [torch.cat(sides) for sides in zip(*(part[step] for part in parts), strict=True)]):
-            assert torch.equal(again[0], inputs) and torch.equal(again[1], targets)
+    in_order = [batches.starts(step) for step in steps]
+    for step, found in reversed(list(zip(steps, in_order, strict=True))):
+        assert found.shape == (shape["batch_size"],) and found.dtype == np.int64
+        assert found.min() >= 0 and found.max() + shape["context"] < len(tokens)
+        for again in (batches.starts(step), np.concatenate([part.starts(step) for part in parts])):
+            assert (again == found).all()
 
 
 @given(shapes, sizes, st.integers(0, 3))
@@ -51,29 +50,22 @@ def test_batches_stay_the_same_from_version_to_version_as_a_resumed_run_goes_on_
     assert hashlib.sha256(visited.astype("<i8").tobytes()).hexdigest()[:16] == "baeb24b6ea15ae4a"
 
 
-def test_batches_read_only_where_a_batch_lies(tmp_path):
-    tokens = np.memmap(tmp_path / "train.bin", np.uint16, "w+", shape=2**37)  # 256 GiB without a block on the disk
-    inputs, _ = Batches(tokens, context=2**20, batch_size=2, seed=1)[12345]
-    assert inputs.shape == (2, 2**20)
+def test_more_epochs_in_a_batch_than_anyone_wants_are_refused():
     with pytest.raises(ValueError, match="the training text has 2 windows"):
         Batches(numbered(121), context=40, batch_size=400, seed=0)
 
 
 @given(st.integers(1, 20), sizes, st.integers(1, 7), st.integers(1, 5) | st.none(), st.integers(1, 3))
 def test_validation_windows_cover_the_split_once_or_are_spread_evenly(context, more, batch_size, batches, ranks):
-    tokens, read, count = numbered(context + 1 + more), [], 0
+    tokens, found = context + 1 + more, []
     for rank in range(ranks):
         options = {"batch_size": batch_size, "batches": batches, "rank": rank, "ranks": ranks}
-        windows = ValidationWindows(tokens, context=context, **options)
-        count += len(windows)
-        for (inputs, targets), (again, _) in zip(windows, windows, strict=True):
-            assert inputs.dtype == torch.int64 and inputs.shape[0] <= batch_size and inputs.shape[1] == context
-            assert torch.equal(targets, inputs + 1) and torch.equal(again, inputs)
-            read += inputs.tolist()
-    all_windows = (len(tokens) - 1) // context
+        found += validation_starts(tokens, context=context, **options)
+    assert all(0 < len(batch) <= batch_size for batch in found)
+    all_windows = (tokens - 1) // context
     wanted = all_windows if batches is None else min(batches * batch_size, all_windows)
-    first = sorted(row[0] for row in read)
-    assert len(read) == wanted and count == -(-wanted // batch_size)
-    assert all(start % context == 0 for start in first)
+    first = sorted(np.concatenate(found).tolist())
+    assert len(first) == wanted and len(found) == -(-wanted // batch_size)
+    assert all(start % context == 0 for start in first) and first[-1] + context < tokens
     gaps = {b - a for a, b in zip(first, [*first[1:], first[0] + all_windows * context], strict=True)}
     assert max(gaps) - min(gaps) <= context and min(gaps) > 0

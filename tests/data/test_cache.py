@@ -49,8 +49,8 @@ def test_a_killed_build_leaves_no_torn_folder_and_the_next_one_cleans_up(tmp_pat
 
 def test_a_large_file_is_hashed_again_only_where_its_size_times_or_samples_differ(tmp_path, monkeypatch):
     monkeypatch.setattr("data.cache.SAMPLE", 10)
-    path, read, plain = tmp_path / "x", [], data.cache.checksums
-    monkeypatch.setattr(data.cache, "checksums", lambda paths, *more: read.append(1) or plain(paths, *more))
+    path, read, plain = tmp_path / "x", [], data.cache.checksum
+    monkeypatch.setattr(data.cache, "checksum", lambda path, *more: read.append(1) or plain(path, *more))
     path.write_bytes(bytes(range(250)) * 100)
     first, again = (known_checksums([path], tmp_path / "cache") for _ in range(2))
     assert first == again == [hashlib.sha256(path.read_bytes()).hexdigest()] and read == [1]
@@ -58,9 +58,9 @@ def test_a_large_file_is_hashed_again_only_where_its_size_times_or_samples_diffe
         times = path.stat()
         change()
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        assert known_checksums([path], tmp_path / "cache") == plain([path])
+        assert known_checksums([path], tmp_path / "cache") == [plain(path)]
     assert len(read) == 4
-    assert known_checksums([path], Path("/proc")) == plain([path]), "where nothing can be kept it is read"
+    assert known_checksums([path], Path("/proc")) == [plain(path)], "where nothing can be kept it is read"
 
 
 def test_who_waits_for_a_lock_says_so(tmp_path, capfd, monkeypatch):

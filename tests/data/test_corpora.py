@@ -75,7 +75,9 @@ def test_tokens_decode_to_the_documents_and_are_mapped(text_config, notes):
 
 
 @pytest.mark.parametrize("most", [2**25, 3000])
-def test_bpe_learns_from_the_training_documents_alone_and_from_a_bounded_part_of_all_of_them(text_config, most, monkeypatch):
+def test_bpe_learns_from_the_training_documents_alone_and_from_a_bounded_part_of_all_of_them(
+    text_config, most, monkeypatch, tmp_path
+):
     seen, train = [], data.corpora.train_bpe
     monkeypatch.setattr(data.corpora, "BPE_BYTES", most)
     monkeypatch.setattr(data.corpora, "BPE_BYTES_OF_TOKEN", 1)
@@ -83,6 +85,8 @@ def test_bpe_learns_from_the_training_documents_alone_and_from_a_bounded_part_of
     monkeypatch.setattr(data.corpora, "train_bpe", lambda texts, size: train(seen.extend(texts) or seen, size))
     text = "".join(decoded(load(text_config, BPE))[0])
     learned = "".join(seen)
+    [facts] = tmp_path.glob("cache/*/corpus.json")
+    assert ("learned" in json.loads(facts.read_text())["settings"]) == (most == 3000), "part of the identity where it matters"
     if most > 3000:
         assert learned == text
     else:

@@ -133,6 +133,22 @@ def test_forward_mode_differentiation_is_refused_not_ignored(name, device):
         CALLS[name][0](torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), w)
 
 
+@pytest.mark.parametrize(
+    "name", sorted(CALLS.keys() - {"cross_entropy_fn", "linear_cross_entropy_fn"})
+)  # F.cross_entropy can't
+def test_vmap_over_no_sample_gives_none(name, device):
+    x, w = (t.detach() for t in examples(device))
+    found = torch.func.vmap(CALLS[name][0], in_dims=(0, None))(x[:0], w)
+    assert found.shape == (0, *CALLS[name][0](x[0], w).shape)
+
+
+def test_a_loss_and_its_gradients_of_meta_tensors_have_the_shapes():
+    hidden, weight = (torch.empty(shape, device="meta", requires_grad=True) for shape in ((2, 3, 8), (5, 8)))
+    loss = linear_cross_entropy_fn(hidden, weight, torch.empty(2, 3, device="meta", dtype=torch.int64), chunks=2)
+    loss.backward()
+    assert loss.shape == () and (hidden.grad.shape, weight.grad.shape) == (hidden.shape, weight.shape)
+
+
 @every_call
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_torch_func_differentiates_and_maps(name, transform, device):

@@ -6,7 +6,6 @@ from functorch.compile import make_boxed_func
 from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 
 from ops import (
     Norm,
@@ -97,12 +96,6 @@ def test_what_backward_needs_goes_through_saved_tensors_hooks(device):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.cpu(), lambda t: t.to(device)):
         site(x, w)
     assert [tuple(t.shape) for t in packed] == [(4, 24), (24,), (4,)] and packed[1] is w  # r, weight, statistics
-
-
-def test_forward_mode_differentiation_is_refused_not_ignored(device):
-    x = torch.randn(2, 32, device=device)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"jvp|forward"):
-        layer_norm_fn(forward_ad.make_dual(x, torch.ones_like(x)), None, None)
 
 
 @pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_backward", "dropout"])

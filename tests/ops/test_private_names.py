@@ -15,7 +15,7 @@ from tests.runs import ROOT
 NAMES = {
     "0": [
         "torch._C._len_torch_dispatch_stack", "torch._C._len_torch_function_stack", "torch._C._are_functorch_transforms_active",
-        "torch._C._get_tracing_state", "torch._C._AutoDispatchBelowAutograd", "torch._C._functorch.get_interpreter_stack",
+        "torch._C._get_tracing_state", "torch._C._AutoDispatchBelowAutograd",
         "torch.autograd.forward_ad._current_level", "torch.utils._pytree.register_pytree_node",
         "torch.nn.modules.module._has_any_global_hook",
     ],

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ops import kernels, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn, seeded_dropout
 
@@ -21,24 +20,6 @@ def x(device):
 @pytest.fixture
 def w(device):
     return (1 + torch.arange(N) / N).to(device)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f: torch.func.grad(f, argnums=(0, 1)),
-        lambda f: torch.func.jacrev(f),
-        lambda f: torch.func.hessian(f),
-        lambda f: torch.func.vmap(torch.func.grad(f), in_dims=(0, None)),
-        lambda f: torch.func.grad(lambda x, w: torch.func.vmap(f, in_dims=(0, None))(x, w).sum()),
-        lambda f: lambda x, w: torch.func.jvp(lambda x: f(x, w), (x,), (x.cos(),)),
-    ],
-    ids=["grad", "jacrev", "hessian", "vmap of grad", "grad of vmap", "jvp"],
-)
-def test_torch_func_differentiates_the_norm(transform, x, w):
-    found = transform(lambda x, w: layer_norm_fn(x, w, w, eps=1e-5).sin().sum())(x, w)
-    expected = transform(lambda x, w: F.layer_norm(x, (N,), w, w, 1e-5).sin().sum())(x, w)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_torch_func_differentiates_dropout_rowscale_and_the_linear_layer_behind_a_norm(x, w):
@@ -61,12 +42,11 @@ def test_vmap_gives_each_sample_what_it_gets_alone(x, w):
         torch.testing.assert_close(torch.func.vmap(fn)(batch), torch.stack([fn(x) for x in batch]))
 
 
-@pytest.mark.parametrize("function", [layer_norm_fn, rms_norm_fn, layer_norm_linear_fn])
-def test_a_penalty_on_a_gradient_is_refused_where_what_follows_is_constant_too(function, x, w):
-    more = (*leaves(x.device, (2, N)), None) if function is layer_norm_linear_fn else ()
-    wanted = [x.requires_grad_(), w.requires_grad_(), *more[:1]]
+def test_a_penalty_on_a_gradient_is_refused_where_what_follows_is_constant_too(x, w):
+    (matrix,) = leaves(x.device, (2, N))
+    wanted = [x.requires_grad_(), w.requires_grad_(), matrix]
     for _ in range(2):  # on the plain path, then prepared
-        y = function(x, w, None, *more)
+        y = layer_norm_linear_fn(x, w, None, matrix, None)
         expected = torch.autograd.grad(y, wanted, torch.ones_like(y), retain_graph=True)
         gradients = torch.autograd.grad(y, wanted, torch.ones_like(y), create_graph=True)
         for gradient, first in zip(gradients, expected, strict=True):

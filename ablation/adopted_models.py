@@ -1,10 +1,11 @@
 """Somebody's models, as `adoption` takes them: what is refused, copies with other norms, and one forward and backward pass."""
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
 
 Loss = Callable[[Any], Tensor]
 SHOWN = 5  # names in a message
+TARGETS = ("labels", "label", "targets", "target")  # arguments of a forward with which it computes a loss
 WRAPPED = "_orig_mod"  # what torch.compile's wrapper calls the model that it was given
 
 
@@ -164,7 +166,8 @@ def results_of(
     gradients = _gradients(value, [*parameters.values()])
     outputs = [t for t in float_tensors(output) if t.dim() > 0]
     found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
-    found["loss"] = value.detach()
+    if loss is not default_loss or own_loss(output) is not None:  # not of a projection, whose output is compared itself
+        found["loss"] = value.detach()
     # A parameter that the loss does not reach has a gradient of zeros, so that one which is lost in model_b is seen.
     for (name, p), g in zip(parameters.items(), gradients, strict=True):
         found[f"gradient of {name}"] = torch.zeros_like(p) if g is None else g
@@ -207,27 +210,44 @@ def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
                 module.training = mode
 
 
-def default_loss() -> Loss:
-    """A loss: the output's `loss`, a scalar in the output, or a fixed random projection of its first tensor."""
-    drawn: dict[tuple[torch.Size, torch.device], Tensor] = {}  # once: drawing takes longer than many a model's step
+def own_loss(output: Any) -> Tensor | None:
+    """The output's `loss`, or a scalar in it."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return own if isinstance(own, Tensor) else next((t for t in float_tensors(output) if t.dim() == 0), None)
 
-    def loss(output: Any) -> Tensor:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(own, Tensor):
-            return own
-        tensors = float_tensors(output)
-        if scalars := [t for t in tensors if t.dim() == 0]:
-            return scalars[0]
-        if not tensors:
-            raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
-        y = tensors[0]
-        if (key := (y.shape, y.device)) not in drawn:
-            # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
-            generator = torch.Generator().manual_seed(0)
-            drawn[key] = torch.randn(y.shape, generator=generator, dtype=torch.float32, device="cpu").to(y.device)
-        return (y.to(torch.promote_types(y.dtype, torch.float32)) * drawn[key]).sum() / math.sqrt(y.numel())
 
-    return loss
+def default_loss(output: Any) -> Tensor:
+    """The output's own loss, or a fixed random projection of its first tensor."""
+    own = own_loss(output)
+    if own is not None:
+        return own
+    tensors = float_tensors(output)
+    if not tensors:
+        raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
+    y = tensors[0]
+    return (y.to(torch.promote_types(y.dtype, torch.float32)) * _projection(y.shape, y.device)).sum() / math.sqrt(y.numel())
+
+
+@lru_cache(maxsize=4)  # drawing takes longer than many a model's step
+def _projection(shape: torch.Size, device: torch.device) -> Tensor:
+    # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+
+
+def left_out(model: nn.Module, batch: Any, has_loss: bool) -> str:
+    """What a reader of a check must know of how the model was called: keys that its forward does not name, and a loss that it
+    could have computed. Empty if there is nothing."""
+    named = inspect.signature(model.forward).parameters
+    words = ""
+    if unknown := [key for key in batch if key not in named] if isinstance(batch, Mapping) else []:
+        words = f" The forward of {type(model).__name__} names no {', '.join(unknown)}, which batch has."
+    if not has_loss and (targets := [name for name in named if name in TARGETS]):
+        words += (
+            f" It takes {' and '.join(targets)}, and returned no loss, so a projection of its output stands in for one: put "
+            "them into batch, or pass loss=."
+        )
+    return words
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:

@@ -27,6 +27,7 @@ from ablation.adopted_models import (
     device_of,
     exact_copy,
     fused_norms,
+    left_out,
     norms_of,
     norms_of_attention,
     reordered_copy,
@@ -137,7 +138,7 @@ def check_parity(
     judged: list[dict[str, Sums]] = []
     refused = ""
     same_bits = not fused_norms(model_b)  # which without kernels may compute as model_a does
-    run = partial(results_of, loss=loss or default_loss(), seed=seed)
+    run = partial(results_of, loss=loss or default_loss, seed=seed)
     seen = [name for name in norms if name not in norms_of_attention(model_b)]
     for one in batches:
         rows: dict[str, Tensor] = {}
@@ -163,7 +164,8 @@ def check_parity(
             same_bits = same_bits and torch.equal(b[name], c[name])
         judged.append(sums)
     check = _judged(judged, ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)), exact)
-    return replace(check, verdict=check.verdict + SAME_BITS * same_bits + refused)
+    said = left_out(model_a, batches[0], has_loss="loss" in a)
+    return replace(check, verdict=check.verdict + SAME_BITS * same_bits + refused + said)
 
 
 def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:
@@ -239,7 +241,7 @@ def measure(
     check_before_and_after("measure", model_a, model_b)
     if cycles < LEAST_SAMPLES:
         raise ValueError(f"measure: cycles must be {LEAST_SAMPLES} or more, got {cycles}")
-    device, criterion = device_of(model_a, batch), loss or default_loss()
+    device, criterion = device_of(model_a, batch), loss or default_loss
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
 
     def step(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-_results = partial(results_of, loss=default_loss())
+_results = partial(results_of, loss=default_loss)
 TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
 HEAD = """# What `adopt` fuses, model by model
 

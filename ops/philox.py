@@ -87,7 +87,8 @@ def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     return upper >> 16, (upper & 0xFFFF) << 16 | lower & 0xFFFF
 
 
-AHEAD = 1024  # seeds computed at once
+AHEAD = 1 << 18  # seeds computed at once: 2 MiB
+NEAR = AHEAD // 4  # the most that others, such as attention with dropout, may move the offset between draws for which that pays
 SINGLES = 4  # draws in a row that are computed one by one before that
 STEP = 4  # by which a draw moves the offset: CUDA's generators take no other than multiples of it
 
@@ -107,7 +108,7 @@ class _Pool(NamedTuple):
     seed: int  # of the generator
     first: int  # offset
     seeds: Tensor  # [AHEAD] or [1]: of the offsets from `first` on
-    row: int  # how many pools follow each other without another draw in between
+    row: int  # how many pools follow each other, each near the end of the one before
 
 
 # By device and stream: work on another stream could come before the seeds are there, or after their memory is another's.
@@ -119,9 +120,8 @@ def _next(generator: Any, device: torch.device, stream: int) -> Tensor:
     generator.set_offset(offset + STEP)
     pool = _pools.get((device, stream))
     if pool is None or pool.seed != seed or not 0 <= offset - pool.first < len(pool.seeds) * STEP:
-        # Where others draw in between, as attention with dropout does, many seeds would be computed for the few that are used.
-        follows = pool is not None and (pool.seed, pool.first + len(pool.seeds) * STEP) == (seed, offset)
-        row = pool.row + 1 if pool is not None and follows else 1
+        near = pool is not None and pool.seed == seed and 0 <= offset - pool.first - len(pool.seeds) * STEP <= NEAR
+        row = pool.row + 1 if pool is not None and near else 1
         count = AHEAD if row > SINGLES else 1
         pool = _pools[device, stream] = _Pool(seed, offset, seeds_from(seed, offset, count, device), row)
     at = (offset - pool.first) // STEP

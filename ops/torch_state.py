@@ -129,8 +129,10 @@ def options_of_mode(mode: str) -> dict[str, Any]:
 def has_hooks(module: torch.nn.Module, but: int = -1) -> bool:
     """Whether anybody but the module's class sees what it is given and what it gives: hooks other than that with the id `but`,
     hooks of all modules, or a forward that a tool has put on the instance."""
-    of_module = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(id != but for hooks in of_module for id in hooks) or "forward" in module.__dict__ or _has_any_global_hook()
+    after, ahead = module._forward_hooks, module._forward_pre_hooks
+    if (after or ahead) and len(after) + len(ahead) > (but in after or but in ahead):
+        return True
+    return bool(module._backward_hooks or module._backward_pre_hooks or "forward" in module.__dict__ or _has_any_global_hook())
 
 
 def triton_internals() -> Any:

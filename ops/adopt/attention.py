@@ -117,7 +117,7 @@ def norms_along(q: Any, k: Any) -> dict[str, Any] | None:
     """Arguments of `rotary_qk_fn`, if q and k wait for norms of each head that one kernel can compute."""
     if not all(isinstance(t, Lazy) and t.is_only_normed() for t in (q, k)):
         return None
-    a, b, dtype = q.branch_norm, k.branch_norm, q.x.dtype
+    a, b, dtype = q.parts["branch_norm"], k.parts["branch_norm"], q.x.dtype
     keeps_dtype = autocasts(q.x.device) or a.out_dtype(dtype) == b.out_dtype(dtype) == dtype
     if a.formula.norm != b.formula.norm or a.options(dtype) != b.options(dtype) or not keeps_dtype:
         return None

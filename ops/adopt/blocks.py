@@ -21,6 +21,7 @@ from ..torch_state import has_hooks
 from .lazy import Lazy, autocasts, can_go_along, look_ahead, settled
 
 _CALLED_BY = "_called_by"  # of a part: the block whose forward runs, and whether it records gradients
+_NOBODY = (None, None)
 
 
 @dataclass
@@ -59,20 +60,32 @@ class Source:
         """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
         block, role = self.block, self.role
         if not torch.compiler.is_compiling():
-            block, had_grad = vars(part).get(_CALLED_BY, (None, None))
-            if had_grad != torch.is_grad_enabled():
+            block, had_grad = part.__dict__.get(_CALLED_BY, _NOBODY)
+            if had_grad is not torch.is_grad_enabled():
                 return None
-        elif block.get_submodule(role.path) is not part:  # a graph follows no marks in checkpointed parts of it
+        elif part_of(block, role.path) is not part:  # a graph follows no marks in checkpointed parts of it
             return None
         if not fits(x, self.width) or x.dim() == 1 or has_hooks(part, self.id):
             return None
-        if any(has_hooks(block.get_submodule(path)) for path in role.passes):
-            return None
-        return Lazy(x, role, block.get_submodule(role.next_norm) if role.next_norm else None)
+        for path in role.passes:
+            other = part_of(block, path)
+            if other is None or has_hooks(other):
+                return None
+        return Lazy(x, (role,), part_of(block, role.next_norm) if role.next_norm else None)
 
 
 def fits(x: Any, width: int) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested and x.shape[-1:] == (width,)
+
+
+def part_of(block: nn.Module, path: str) -> Any:
+    """Its part of this path, None where it has none any more. `get_submodule` takes several times as long."""
+    part: Any = block
+    for name in path.split("."):
+        part = part._modules.get(name)
+        if part is None:
+            return None
+    return part
 
 
 def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict) -> Any:
@@ -86,18 +99,18 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
         kwargs = {**kwargs, fused.plan.argument: _with_norm_ahead(block, fused, kwargs[fused.plan.argument])}
     if torch.compiler.is_compiling():
         return settled(own_forward(block, *args, **kwargs))
-    parts = []
+    mark, marked = (block, torch.is_grad_enabled()), []
     for source in fused.sources:
-        part = block.get_submodule(source.role.path)
-        hooks: Any = part._forward_pre_hooks if source.role.takes else part._forward_hooks
-        if source.id in hooks:  # no tool has put another module in its place
-            vars(part)[_CALLED_BY] = block, torch.is_grad_enabled()
-            parts.append(part)
+        part = part_of(block, source.role.path)
+        # Otherwise another module is in its place.
+        if part is not None and source.id in (part._forward_pre_hooks if source.role.takes else part._forward_hooks):
+            part.__dict__[_CALLED_BY] = mark
+            marked.append(part)
     try:
         return settled(own_forward(block, *args, **kwargs))
     finally:
-        for part in parts:
-            vars(part).pop(_CALLED_BY, None)
+        for part in marked:
+            part.__dict__.pop(_CALLED_BY, None)
 
 
 def _with_norm_ahead(block: "AdoptedBlock", fused: "Fused", x: Any) -> Any:
@@ -107,13 +120,13 @@ def _with_norm_ahead(block: "AdoptedBlock", fused: "Fused", x: Any) -> Any:
         return x
     if fused.residual_in_fp32:
         dtype, x = next(block.parameters(), x).dtype, x.float()
-    norm: Any = block.get_submodule(plan.enters) if plan.enters else None
+    norm: Any = part_of(block, plan.enters) if plan.enters else None
     gains = (torch.is_grad_enabled() and x.requires_grad) or dtype != x.dtype
     if norm is None or not gains or not can_go_along(norm) or not x.is_contiguous():
         return x
     if plan.follows and x.dtype == torch.float32 and autocasts(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
-    return look_ahead(norm, x, norm.out_dtype(dtype))
+    return look_ahead(norm, x, norm.out_dtype(dtype), {})
 
 
 @dataclass

@@ -14,7 +14,6 @@ additions, scales, dropout.
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ _LOST = (
     "an autograd.Function got what a sublayer of a fused block gave, before its sum, and would lose its gradient. "
     "Where a flag of the block decides that: set the flag, then call adopt; or leave the block alone with only="
 )
-_METADATA = {"shape", "device", "ndim", "size", "dim", "numel", "is_floating_point", "is_nested", "new_empty"}
+_METADATA = {"device", "ndim", "size", "dim", "numel", "is_floating_point", "is_nested", "new_empty"}
 
 
 class Ahead(NamedTuple):
@@ -45,14 +44,14 @@ class Ahead(NamedTuple):
     state: tuple  # of the tensor and of autocast, see `_state`
 
 
-def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, **parts: Any) -> Tensor:
+def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, parts: dict[str, Any]) -> Tensor:
     """The sum of x and these parts, which are arguments of `norm_fn`; what norm gives of the sum waits on it.
 
     The sum and the norm are one node of autograd's graph: its backward adds up the gradients of both in one kernel.
     """
     weight, bias = norm.weights()
     options = norm.options(x.dtype)
-    normed: Any = norm_fn(norm.formula.norm, x, weight=weight, bias=bias, prenorm=True, out_dtype=out_dtype, **parts, **options)
+    normed: Any = norm_fn(norm.formula.norm, x, weight, bias, **parts, **options, prenorm=True, out_dtype=out_dtype)
     y, r = normed
     if torch.compiler.is_compiling():  # which gives no attributes to one of several results of an operator
         r = r.view(r.shape)
@@ -69,7 +68,9 @@ def take_ahead(norm: Any, x: Tensor) -> Tensor | None:
     """What waits on x, or on the sum that x has the rows of, if it is of this norm and nobody has changed x since."""
     r: Any = x
     ahead = getattr(x, "_ahead", None)
-    if ahead is None and not torch.compiler.is_compiling() and x._base is not None:
+    if ahead is None:
+        if torch.compiler.is_compiling() or x._base is None:
+            return None
         r, ahead = x._base, getattr(x._base, "_ahead", None)
     if ahead is None or ahead.norm is not norm or ahead.state != _state(r) or not has_rows_of(x, r):
         return None
@@ -97,27 +98,22 @@ def _state(x: Tensor) -> tuple:
 
 
 def autocasts(device: torch.device) -> bool:
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-@dataclass(eq=False, repr=False)
 class Lazy:
-    """Takes part in a program as the tensor that it stands for. Most fields are arguments of `norm_fn`, which adds them up."""
+    """Takes part in a program as the tensor that it stands for."""
 
-    x: Tensor  # (..., N), of a sublayer
-    role: Any = None  # the `blocks.Role` of what made it
-    next_norm: Any = None  # the AdoptedNorm that will be called on the sum that this goes into
-    branch_norm: Any = None  # an AdoptedNorm, of x
-    branch_weight: Tensor | None = None  # (N,)
-    rowscale: Tensor | None = None  # x's shape but for the last dimension
-    scale: float = 1.0
-    dropout_p: float = 0.0
-    seed: Tensor | None = None  # there with dropout_p
-    x1: Tensor | None = None  # a second branch
-    x1_role: Any = None  # the `blocks.Role` of that
-    residual: Tensor | None = None  # x's shape; there where a second branch is to come
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, x: Tensor, roles: tuple = (), next_norm: Any = None, residual: Tensor | None = None, x1: Tensor | None = None,
+        **parts: Any,
+    ) -> None:  # fmt: skip
+        """x: (..., N), of a sublayer; roles: the `blocks.Role` of what made it, and of what made x1; next_norm: the AdoptedNorm
+        that will be called on the sum that this goes into; residual: x's shape, there where a second branch is to come; x1: a
+        second branch; parts: what is to be done to x, as arguments of `norm_fn` but for branch_norm, an AdoptedNorm, and
+        scale, a number."""
+        self.x, self.roles, self.next_norm, self.residual, self.x1, self.parts = x, roles, next_norm, residual, x1, parts
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
         self._value: Tensor | None = None
 
@@ -129,72 +125,72 @@ class Lazy:
         return type(self)
 
     def then(self, **what: Any) -> "Lazy":
-        return Lazy(**({name: getattr(self, name) for name in Lazy.__dataclass_fields__} | what))
+        given = {name: getattr(self, name) for name in ("x", "roles", "next_norm", "residual", "x1")}
+        return Lazy(**(given | self.parts | what))
 
     def tensor(self) -> Tensor:
         """The value. It is computed at the first call, with gradients if a tensor would have been computed with them."""
-        if self._value is not None:
-            return self._value
-        if self._had_grad and not torch.is_grad_enabled():
-            if _APPLY is None and _in_function():
-                raise TypeError(_LOST)
-            return self._compute()
-        if self._had_grad != torch.is_grad_enabled():
-            with torch.no_grad():
-                self._value = self._compute()
-        else:
-            self._value = self._compute()
+        if self._value is None:
+            if self._had_grad and not torch.is_grad_enabled():
+                if _APPLY is None and _in_function():
+                    raise TypeError(_LOST)
+                return self._plus(self.residual)
+            with torch.set_grad_enabled(self._had_grad):
+                self._value = self._plus(self.residual)
         return self._value
 
-    def _compute(self) -> Tensor:
-        if self.is_only_normed():
-            return self.branch_norm.of_tensor(self.x)
-        if self.is_plain() and (self.x1 is None or self.residual is None):
-            others = [t for t in (self.x1, self.residual) if t is not None]
-            return others[0] + self.x if others else self.x
-        options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
-        options |= {"out_dtype": self.dtype, "residual_in_fp32": self.dtype == torch.float32}
-        return norm_fn(Norm.none, **self._arguments(), **options)  # type: ignore[return-value]
+    def _plus(self, residual: Tensor | None) -> Tensor:
+        if not self.parts and (self.x1 is None or residual is None):
+            other = residual if self.x1 is None else self.x1
+            return self.x if other is None else other + self.x
+        if residual is None and self.is_only_normed():
+            return self.parts["branch_norm"].of_tensor(self.x)
+        norm, dtype = self.parts.get("branch_norm"), self.dtype if residual is None else residual.dtype
+        options = {} if norm is None else norm.options(self.x.dtype)
+        arguments = self._arguments(residual)
+        return norm_fn(Norm.none, self.x, **arguments, **options, out_dtype=dtype, residual_in_fp32=dtype is torch.float32)  # type: ignore[return-value]
 
-    def summed(self) -> Tensor:
-        """With a residual: the sum, and the norm behind it if there is one."""
-        norm, residual = self.next_norm, self.residual
-        assert residual is not None
-        in_graph = torch.compiler.is_compiling()  # where nobody can tell of what a tensor is a view
-        if norm is None or not can_go_along(norm) or (in_graph and self.role.viewed):
-            r = self.tensor()  # a hook gets the sum before the norm, with its whole gradient
+    def summed(self, residual: Tensor) -> Tensor:
+        """The sum with the stream, and the norm behind it if there is one."""
+        norm, of = self.next_norm, self
+        # In a graph, nobody can tell of what a tensor is a view.
+        if norm is None or not can_go_along(norm) or (self.roles[0].viewed and torch.compiler.is_compiling()):
+            r = self._plus(residual)  # a hook gets the sum before the norm, with its whole gradient
         else:
-            parts = self
             if residual.dtype is torch.float64 or not norm.goes_with(self):
-                parts = Lazy(self.then(residual=None).tensor(), residual=residual)
-            dtype = residual.dtype
-            if self.role.follows and (autocasts(self.x.device) or dtype == torch.float32 != self.x.dtype):
-                dtype = self.x.dtype
-            r = look_ahead(norm, out_dtype=norm.out_dtype(dtype), **parts._arguments())
+                of = Lazy(self._plus(None))
+            dtype, own = residual.dtype, self.x.dtype
+            if self.roles[0].follows and dtype is not own and (dtype is torch.float32 or autocasts(self.x.device)):
+                dtype = own
+            r = look_ahead(norm, of.x, norm.out_dtype(dtype), of._arguments(residual))
         if WATCH is not None:
-            WATCH(self, r)
+            WATCH(self.then(residual=residual), r)
         return r
 
-    def _arguments(self) -> dict[str, Any]:
-        """Of `norm_fn`, which adds it up."""
-        rowscale, gain = self.rowscale, self.branch_weight
-        if self.scale != 1.0 and self.branch_norm is None:
-            gain = self.x.new_full(self.x.shape[-1:], self.scale, dtype=torch.float32) if gain is None else gain * self.scale
-        elif self.scale != 1.0:
-            rowscale = self.x.new_ones(self.x.shape[:-1], dtype=torch.float32) if rowscale is None else rowscale
-            rowscale = rowscale * self.scale
-        found = {
-            "x": self.x, "residual": self.residual, "x1": self.x1,
-            "rowscale": None if rowscale is None else rowscale.expand(self.x.shape[:-1]),
-            "branch_weight": gain, "dropout_p": self.dropout_p, "seed": self.seed,
-        }  # fmt: skip
-        if self.branch_norm is not None:
-            weight, bias = self.branch_norm.weights()
-            found |= {"branch_norm": self.branch_norm.formula.norm, "branch_weight": weight, "branch_bias": bias}
+    def _arguments(self, residual: Tensor | None) -> dict[str, Any]:
+        """Of `norm_fn`, which adds it up, beside x."""
+        found = {**self.parts, "residual": residual, "x1": self.x1}
+        norm, scale = found.pop("branch_norm", None), found.pop("scale", 1.0)
+        if norm is not None:
+            weight, bias = norm.weights()
+            found |= {"branch_norm": norm.formula.norm, "branch_weight": weight, "branch_bias": bias}
+        if scale != 1.0:
+            name, shape = ("branch_weight", self.x.shape[-1:]) if norm is None else ("rowscale", self.x.shape[:-1])
+            given = found.get(name)
+            found[name] = self.x.new_full(shape, scale, dtype=torch.float32) if given is None else given * scale
+        if "rowscale" in found:
+            found["rowscale"] = found["rowscale"].expand(self.x.shape[:-1])
         return found
 
+    def is_branch(self) -> bool:
+        """Whether nothing is added to it yet."""
+        return self.residual is None and self.x1 is None
+
     def is_only_normed(self) -> bool:
-        return self.branch_norm is not None and self.then(branch_norm=None).is_plain() and self.x1 is None is self.residual
+        return len(self.parts) == 1 and "branch_norm" in self.parts and self.is_branch()
+
+    def holds_weights(self) -> bool:
+        return "branch_norm" in self.parts or "branch_weight" in self.parts
 
     def transpose(self, a: int, b: int) -> Any:
         rows_stay = not {a, b} & {-1, self.x.dim() - 1}
@@ -202,21 +198,20 @@ class Lazy:
             return self.then(x=self.x.transpose(a, b))
         return self.tensor().transpose(a, b)
 
-    def is_plain(self) -> bool:
-        """Whether nothing is to be done to x before the add."""
-        return not self.holds_weights() and self.rowscale is None and self.scale == 1.0 and self.dropout_p == 0.0
-
-    def holds_weights(self) -> bool:
-        return self.branch_norm is not None or self.branch_weight is not None
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
 
     @property
     def dtype(self) -> torch.dtype:
         if self.residual is not None:
             return self.residual.dtype
-        if self.branch_norm is not None and self.is_only_normed():
-            return self.branch_norm.out_dtype(self.x.dtype)
-        dtypes = [t.dtype for t in (self.x, self.branch_weight, self.rowscale) if t is not None]
-        return reduce(torch.promote_types, dtypes)
+        if not self.parts:
+            return self.x.dtype
+        if self.is_only_normed():
+            return self.parts["branch_norm"].out_dtype(self.x.dtype)
+        dtypes = [self.parts[name].dtype for name in ("branch_weight", "rowscale") if name in self.parts]
+        return reduce(torch.promote_types, dtypes, self.x.dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         like = self.x if self.x.dtype == self.dtype else self.tensor()
@@ -264,31 +259,23 @@ def settled(x: Any) -> Any:
 
 
 def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
+    if out is not None or alpha != 1:
+        return torch.add(*settled((a, b)), alpha=alpha, out=out)
     a, b = _open(a), _open(b)
-    if out is not None or alpha != 1 or not (_addable(a) and _addable(b)) or a.shape != b.shape:
-        return torch.add(*settled((a, b)), alpha=alpha, **({} if out is None else {"out": out}))
-    a, b = (a, b) if isinstance(a, Lazy) else (b, a)
-    if not isinstance(a, Lazy):
+    if not isinstance(b, Lazy):
+        a, b = b, a
+    if not isinstance(b, Lazy):
         return a + b
-    if isinstance(b, Lazy):
-        if not (a.is_plain() and b.is_plain() and a.x.dtype == b.x.dtype and a.x1 is None and b.x1 is None):
-            return a.tensor() + b.tensor() if b.residual is None else add(b, a.tensor())
-        both = a.then(
-            x1=b.x,
-            x1_role=a.role,
-            role=b.role,
-            next_norm=b.next_norm,
-            residual=b.residual if a.residual is None else a.residual,
-        )
-        return both.summed() if both.residual is not None else both
-    if a.residual is not None or torch.promote_types(a.dtype, b.dtype) != b.dtype:
-        return a.tensor() + b
-    total = a.then(residual=b)
-    return total if a.x1 is None and a.role is not None and a.role.waits else total.summed()
-
-
-def _addable(x: Any) -> bool:
-    return isinstance(x, Lazy) or (isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0)
+    if isinstance(a, Lazy):
+        if a.parts or b.parts or a.x.dtype != b.x.dtype or a.shape != b.shape or a.x1 is not None or b.x1 is not None:
+            return a.tensor() + b.tensor()
+        residual = a.residual if b.residual is None else b.residual
+        both = Lazy(a.x, b.roles + a.roles, b.next_norm, None, b.x)
+        return both if residual is None else both.summed(residual)
+    is_stream = isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and a.shape == b.x.shape
+    if not is_stream or ((dtype := b.dtype) is not a.dtype and torch.promote_types(dtype, a.dtype) is not a.dtype):
+        return a + b.tensor()
+    return b.then(residual=a) if b.x1 is None and b.roles and b.roles[0].waits else b.summed(a)
 
 
 def _open(x: Any) -> Any:
@@ -298,22 +285,18 @@ def _open(x: Any) -> Any:
     return x.tensor()
 
 
-def _is_branch(x: Any) -> bool:
-    return isinstance(x, Lazy) and x.residual is None and x.x1 is None
-
-
 def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
     a, b = (_open(a), b) if isinstance(a, Lazy) else (_open(b), a)
-    if _is_branch(a) and out is None:
+    if isinstance(a, Lazy) and a.is_branch() and out is None:
         if isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
-            return a.then(scale=a.scale * b)
+            return a.then(scale=a.parts.get("scale", 1.0) * b)
         if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
             if b.shape == a.shape[-1:] and not a.holds_weights():
                 return a.then(branch_weight=b)
             of_rows = b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1]
-            if of_rows and a.rowscale is None and all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True)):
+            if of_rows and "rowscale" not in a.parts and all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True)):
                 return a.then(rowscale=b.squeeze(-1))
-    return torch.mul(*settled((a, b)), **({} if out is None else {"out": out}))
+    return torch.mul(*settled((a, b)), out=out)
 
 
 def divide(a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
@@ -327,8 +310,10 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     if not training or p == 0.0:
         return input
     input = _open(input)
-    if _is_branch(input) and input.dropout_p == 0.0 and p < 1.0:
-        return input.then(dropout_p=p, seed=draw_seed(input.device, is_eager((input.x,))) if seed is None else seed)
+    if isinstance(input, Lazy) and input.is_branch() and "dropout_p" not in input.parts and p < 1.0:
+        if seed is None:
+            seed = draw_seed(input.x.device, is_eager((input.x,)))
+        return Lazy(input.x, input.roles, input.next_norm, **input.parts, dropout_p=p, seed=seed)
     return F.dropout(settled(input), p) if seed is None else seeded_dropout(settled(input), p, seed)
 
 

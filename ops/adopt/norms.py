@@ -148,20 +148,23 @@ class AdoptedNorm(nn.Module):
 
     def forward(self, x: Any = None, **by_name: Any) -> Any:
         """x: also under the name that it has in the model's own forward."""
-        x = by_name.pop(self.formula.argument, None) if x is None else x
-        if x is None or by_name:
-            raise TypeError(f"{type(self).__name__}: forward takes {self.formula.argument}; got {[*by_name]}")
-        if not self.has_own_forward():
-            return self._own.forward(self, x.tensor() if isinstance(x, Lazy) else x)
-        if isinstance(x, Lazy):  # in a fused block
-            waits = x.residual is None and x.x1 is None and x.is_plain() and self.out_dtype(x.dtype) == x.dtype
-            y: Any = x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
-        else:
-            y = take_ahead(self, x)
-            y = self.of_tensor(x) if y is None else y
+        y = take_ahead(self, x) if isinstance(x, Tensor) else None
+        if y is None:
+            x = by_name.pop(self.formula.argument, None) if x is None else x
+            if x is None or by_name:
+                raise TypeError(f"{type(self).__name__}: forward takes {self.formula.argument}; got {[*by_name]}")
+            y = self._of(x)
         if lazy.WATCH is not None:
             lazy.WATCH(self, x, y)
         return y
+
+    def _of(self, x: Any) -> Any:
+        if not isinstance(x, Lazy):
+            return self.of_tensor(x) if self.has_own_forward() else self._own.forward(self, x)
+        if not self.has_own_forward():
+            return self._own.forward(self, x.tensor())
+        waits = x.is_branch() and not x.parts and self.out_dtype(x.x.dtype) == x.x.dtype  # in a fused block
+        return x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
 
     def has_own_forward(self) -> bool:
         """Whether its class still has the forward that was recognised, which a tool may have replaced since."""
@@ -174,8 +177,12 @@ class AdoptedNorm(nn.Module):
         return y
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
-        weight, bias = self.formula.weight, self.formula.bias
-        return None if weight is None else getattr(self, weight), None if bias is None else getattr(self, bias)
+        formula, own = self.formula, self._parameters  # where a look takes a third of a look into the module
+        weight, bias = formula.weight, formula.bias
+        return (
+            None if weight is None else own[weight] if weight in own else getattr(self, weight),
+            None if bias is None else own[bias] if bias in own else getattr(self, bias),
+        )
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
         """Of `norm_fn`, for x of this dtype."""
@@ -183,14 +190,17 @@ class AdoptedNorm(nn.Module):
         return {"eps": eps, "zero_centered_weight": self.formula.zero_centered_weight}
 
     def out_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if self.formula.out_dtype == "x":
+            return dtype
         weight, _ = self.weights()
         return OUT_DTYPES[self.formula.out_dtype](dtype, dtype if weight is None else weight.dtype)
 
     def goes_with(self, stream: Lazy) -> bool:
         """Whether one kernel can norm the sum and do what is to be done to its branch: it has one eps and one offset."""
-        if stream.branch_norm is not None:
-            return stream.branch_norm.options(stream.x.dtype) == self.options(stream.x.dtype)
-        return not self.formula.zero_centered_weight or (stream.branch_weight is None and stream.scale == 1.0)
+        norm = stream.parts.get("branch_norm")
+        if norm is not None:
+            return norm.options(stream.x.dtype) == self.options(stream.x.dtype)
+        return not self.formula.zero_centered_weight or stream.parts.keys().isdisjoint(("branch_weight", "scale"))
 
     def reset_parameters(self) -> None:
         """As its own class does it, or else to the norm without weights."""

@@ -166,7 +166,7 @@ def _compared(
             if not error <= accepted**2 * size or not (a.dtype == b.dtype or autocast):
                 raise _Left(f"{turn.function} computes something else than rotary_qk_fn")
         names = {part: name for name, part in attention.named_children()}
-        along.add(() if norms_along(q, k) is None else (names[q.branch_norm], names[k.branch_norm]))
+        along.add(() if norms_along(q, k) is None else tuple(names[t.parts["branch_norm"]] for t in (q, k)))
         return results[0][:2]
 
     with torch.no_grad():

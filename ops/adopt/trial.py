@@ -31,6 +31,10 @@ from .recognise import undisturbed
 from .results import difference, floats_in
 from .stand_ins import Returns, SameDropout, StandIn, clone_of
 
+_FEATURES = {
+    "branch_norm": "norm of the branch", "branch_weight": "layer scale", "scale": "scale", "rowscale": "drop path",
+    "dropout_p": "dropout",
+}  # fmt: skip
 _TOKENS = 16
 _TRIES = 12  # of a block, each of which learns one more thing about what the stand-ins return
 
@@ -251,7 +255,7 @@ class _Bench:
 
             def watch(what: Any, t: Any, y: Any = None, paths: Any = paths, x: Tensor = x) -> None:
                 if isinstance(what, Lazy):
-                    sums.append(_Sum(what.role, what.then(), t, t._version))
+                    sums.append(_Sum(what.roles[0], what.then(), t, t._version))
                 elif isinstance(t, Tensor):
                     if has_rows_of(t, x) and not plan.enters:
                         plan.enters = paths[what]
@@ -279,8 +283,8 @@ class _Bench:
     def _planned(self, plan: Trial, roles: list[Role], sums: list[_Sum]) -> Trial:
         found = {role.path: role for role in roles}
         for one in sums:
-            before = [other for other in sums if other.r is one.of.residual and not other.norm and other.of.is_plain()]
-            if before and one.of.is_plain() and one.of.x1 is None is before[0].of.x1 and one.of.x.dtype == before[0].of.x.dtype:
+            before = [other for other in sums if other.r is one.of.residual and not (other.norm or other.of.parts)]
+            if before and not one.of.parts and one.of.x1 is None is before[0].of.x1 and one.of.x.dtype == before[0].of.x.dtype:
                 found[before[0].role.path] = replace(before[0].role, waits=True)
                 one.of, one.with_waiting = one.of.then(x1=before[0].of.x), (before[0].role.path,)
                 before[0].norm = "of another sum"
@@ -290,9 +294,9 @@ class _Bench:
             if one.norm == "of another sum" or not (features or one.norm):
                 continue
             plan.gain += 2 + len(features) + bool(one.norm)
-            useful.update((one.role.path, *one.with_waiting, *(role.path for role in [one.of.x1_role] if role)))
+            useful.update((one.role.path, *one.with_waiting, *(role.path for role in one.of.roles)))
             if one.norm:
-                plan.norms[one.norm] = _merged(plan.norms.get(one.norm, ()), features)
+                plan.norms[one.norm] = tuple(dict.fromkeys((*plan.norms.get(one.norm, ()), *features)))
                 found[one.role.path] = replace(found[one.role.path], next_norm=one.norm, viewed=one.viewed)
             elif features not in plan.sums:
                 plan.sums.append(features)
@@ -370,12 +374,5 @@ class _Bench:
 
 
 def _features(of: Lazy) -> tuple[str, ...]:
-    found = {
-        "norm of the branch": of.branch_norm is not None, "layer scale": of.branch_weight is not None, "scale": of.scale != 1.0,
-        "drop path": of.rowscale is not None, "second branch": of.x1 is not None, "dropout": of.dropout_p > 0.0,
-    }  # fmt: skip
-    return tuple(name for name, is_there in found.items() if is_there)
-
-
-def _merged(*features: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for some in features for name in some))
+    found = [feature for part, feature in _FEATURES.items() if part in of.parts]
+    return tuple(found if of.x1 is None else [*found, "second branch"])

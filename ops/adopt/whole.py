@@ -22,8 +22,6 @@ from .results import difference, floats_in
 from .rotary import replace_rotary, restore_rotary
 from .trial import Trial, try_block
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
 
 @dataclass
 class Adoption:
@@ -170,7 +168,10 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
 
 def _undoing(model: nn.Module) -> Callable[[], None]:
     """A function that gives every module the class, attributes and hooks back that it has now."""
-    kept = [(m, type(m), dict(vars(m)), {name: dict(vars(m)[name]) for name in _HOOKS}) for m in model.modules()]
+    kept = [
+        (m, type(m), dict(vars(m)), {name: dict(hooks) for name, hooks in vars(m).items() if name.startswith("_forward_")})
+        for m in model.modules()
+    ]
 
     def undo() -> None:
         for module, own, attributes, hooks in kept:

@@ -95,7 +95,9 @@ def test_adopted_models_are_at_parity(model, how):
     given = [batch(seed) for seed in range(5)] if "five" in how else batch()[0] if how == "no loss" else batch()
     check = check_parity(model, adopted(model), given, autocast=BF16 if how == "autocast" else None)
     assert check.holds and "Parity holds" in str(check) and ("5 batches" in check.verdict) == ("five" in how), check
-    assert {"output", "loss", "gradient of blocks.1.mlp.up.weight", "row scale of ln_f"} <= {row.name for row in check.rows}
+    names = {row.name for row in check.rows}
+    assert {"output", "gradient of blocks.1.mlp.up.weight", "row scale of ln_f"} <= names
+    assert ("loss" in names) == (how != "no loss")
     # The projection of the output that stands in for a loss is the same one in fp64.
     assert how in ("bf16", "autocast") or max(row.error for row in check.rows) < 1e-4, check
 
@@ -166,10 +168,31 @@ def test_measure_times_both_models_in_turn_against_a_control(model):
 def test_the_loss_is_the_models_own_or_a_fixed_projection_of_the_output():
     one, y = torch.ones(2, 3), torch.randn(3, 5)
     for output in ((one, torch.tensor(4.0)), {"logits": one, "loss": torch.tensor(4.0)}, torch.tensor(4.0)):
-        assert default_loss()(output).item() == 4
-    assert default_loss()(y).dim() == 0 and torch.equal(default_loss()(y), default_loss()((y, None)))
+        assert default_loss(output).item() == 4
+    assert default_loss(y).dim() == 0 and torch.equal(default_loss(y), default_loss((y, None)))
     with pytest.raises(ValueError, match="no float tensor in the model's output, a list"):
-        default_loss()([torch.ones(2).long()])
+        default_loss([torch.ones(2).long()])
+
+
+class Lenient(Model):
+    """As models of transformers, which take what they do not know."""
+
+    def forward(self, tokens, targets=None, **others):
+        return super().forward(tokens, targets)
+
+
+def test_a_loss_that_is_left_out_and_a_misspelt_key_are_said():
+    torch.manual_seed(0)
+    model = Lenient(50, 16, WIDTH, heads=4, layers=1)
+    tokens, targets = batch()
+    for given, unknown, projected in (
+        ({"tokens": tokens, "targets": targets}, False, False),
+        ({"tokens": tokens, "target": targets}, True, True),
+        (tokens, False, True),
+    ):
+        verdict = check_parity(model, adopted(model), given).verdict
+        assert ("The forward of Lenient names no target, which batch has." in verdict) == unknown
+        assert ("It takes targets, and returned no loss" in verdict) == projected
 
 
 # ---- which pairs are refused -------------------------------------------------------------------------------------------------

@@ -133,15 +133,19 @@ def test_drawn_seeds_are_split_mix_64_of_seed_and_offset():
 
 def test_a_draw_is_a_function_of_the_generators_state_and_many_are_computed_where_draws_are_in_a_row(computed):
     generator, singles = Generator(7), philox.SINGLES
-    first = generator.draw(singles + philox.AHEAD)
+    first = generator.draw(singles + 100)
     assert len(set(first)) == len(first) and generator.offset == 4 * len(first)
     in_a_row = [(7, 4 * i, 1) for i in range(singles)]
     assert computed == [*in_a_row, (7, 4 * singles, philox.AHEAD)]
     generator.offset = 4 * singles  # as activation checkpointing puts it back
     assert generator.draw(3) == first[singles : singles + 3] and len(computed) == singles + 1
-    for block in range(1, 20):  # as attention's dropout moves it, once in two draws
-        generator.offset = 100_000 * block
+    for block in range(1, 20):  # as the dropout of attention moves it, once in two draws
+        generator.offset = 50_000 * block
         assert not {*generator.draw(2)} & {*first}
+    assert len(computed) == singles + 1
+    for block in range(1, 20):  # farther than a pool reaches
+        generator.offset = 2**21 * block
+        generator.draw(2)
     assert {count for *_, count in computed[singles + 1 :]} == {1}
     assert Generator(8, 4).draw() != Generator(7, 4).draw() == first[1:2]
     assert Generator(3).draw() == Generator(3).draw(stream=1) and computed[-2:] == [(3, 0, 1)] * 2

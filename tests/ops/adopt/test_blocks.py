@@ -51,9 +51,18 @@ def ones_of_sublayers(model):
         (lambda block: setattr(block.mlp.dropout, "p", 0.75), {0.0, 2.0, 4.0, 6.0}),
         (lambda block: block.eval().mlp.dropout.train(), {1.0, 3.0}),  # samples of a model in evaluation
         (lambda block: setattr(block.mlp, "dropout", nn.Identity()), {1.0, 3.0}),
+        (lambda block: setattr(block, "mlp", nn.Sequential(block.mlp)), {0.0, 2.0, 4.0}),
         (lambda block: block.mlp.dropout.register_forward_hook(lambda *call: call[-1] * 2), {0.0, 2.0, 4.0, 6.0}),
     ],
-    ids=["training", "evaluation", "p", "dropout.train", "Identity in its place", "a hook on it"],
+    ids=[
+        "training",
+        "evaluation",
+        "p",
+        "dropout.train",
+        "Identity in its place",
+        "a wrapper around its sublayer",
+        "a hook on it",
+    ],
 )
 def test_a_dropout_that_ends_a_sublayer_is_in_the_kernel_of_the_sum_as_it_is_now(change, expected, device):
     model = ones_of_sublayers(Model(p=0.5, depth=1)).to(device)

@@ -60,7 +60,7 @@ def test_a_program_computes_and_differentiates_what_it_did_with_tensors(program,
     for is_lazy in (False, True):
         x, h = (t.clone().requires_grad_() for t in (X, H))
         a, b = x * 1, h * 1  # which may be changed in place
-        y = program(a, Lazy(b, Role("h"), adopted and adopted[0]) if is_lazy else b)
+        y = program(a, Lazy(b, (Role("h"),), adopted and adopted[0]) if is_lazy else b)
         if norm is not None and y.shape[-1] == N and y.dtype is torch.float32:
             y = y + adopted(y) * 2
         y = settled(y)
@@ -72,7 +72,7 @@ def test_what_a_norm_will_give_waits_on_the_sum_until_somebody_changes_that():
     norm = nn.LayerNorm(N)
     replace_norms(norm, verbose=False)
     for change in (lambda x: x, lambda x: x.mul_(2), lambda x: x.view(-1, N), lambda x: x[:1], lambda x: x.clone()):
-        total = change(X + Lazy(H, Role("h"), norm))
+        total = change(X + Lazy(H, (Role("h"),), norm))
         waits = getattr(total if total._base is None else total._base, "_ahead", None)
         y = norm(total)
         assert type(total) is torch.Tensor

@@ -225,6 +225,20 @@ def test_a_batch_shows_whether_the_model_computes_what_it_did_and_otherwise_all_
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_undoing_takes_hooks_away_that_a_forward_registered_since_of_whatever_kind():
+    model, calls = Attributes(asks=True), []
+
+    def register(module, args):
+        calls.append(args)
+        if len(calls) == 2:
+            model.final.register_forward_hook(lambda *call: None, with_kwargs=True, always_call=True)
+            model.final.register_forward_pre_hook(lambda *call: None, with_kwargs=True)
+
+    model.register_forward_pre_hook(register)
+    assert not adopt(model, torch.randn(2, 3, N), verbose=False).blocks and len(calls) == 2
+    assert not any(hooks for name, hooks in vars(model.final).items() if name.startswith("_forward_"))
+
+
 def test_a_model_is_adopted_as_a_whole_or_stays_as_it_was(monkeypatch):
     model = Model(depth=3)
     before, trials = classes(model), []

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from ops import adopt, restore_loss, restore_norms, restore_rotary
+from ops import adopt, restore_loss, restore_mlps, restore_norms, restore_rotary
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
@@ -51,6 +51,7 @@ def test_gradients_and_generated_tokens_are_those_of_the_model_and_restoring_giv
     texts = [one.generate(TOKENS[:, :4], max_new_tokens=6, do_sample=False, pad_token_id=0) for one in pair]
     assert torch.equal(*texts)
     restore_rotary(fused)
+    restore_mlps(fused)
     restore_norms(fused, verbose=False)
     restore_loss(fused, verbose=False)
     assert [type(module) for module in fused.modules()] == [type(module) for module in model.modules()]

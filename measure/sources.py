@@ -28,6 +28,7 @@ ROTARY = _ops("kernels/constants", "kernels/norms", "kernels/nvidia", "kernels/r
 LOSSES = _ops(
     "kernels/constants", "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "loss", "softmax",
 )  # fmt: skip
+ACTIVATION = _ops("activation", "kernels/activation", "kernels/constants", "kernels/nvidia", "kernels/rows")
 CALLS = _ops("checks", "kit", "norm", "philox", "records", "reference", "torch_state")
 STEP = (
     "ops/kernels", "ops/tiling.py", "model", "training/build.py", "training/inputs.py", "training/optimizer.py",
@@ -37,13 +38,14 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "norms": NORMS,
     "rotary": ROTARY,
     "losses": LOSSES,
+    "activation": ACTIVATION,
     "calls": (*NORMS, *CALLS),
     "step": STEP,
     "study": ("measure/differences.py", "study/analysis.py", "study/plan.py", "study/runs.py"),
     "ranks": (*STEP, "training/distributed.py", "training/sharding.py"),
 }
 OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
-    "rotary": "rotary", "losses": "losses", "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
+    "rotary": "rotary", "losses": "losses", "activation": "activation", "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
     "study_errors": "study",
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ IS_GRAPH = tuple(AS_GRAPH.values())
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the swept configurations, whose arms differ in norm.impl alone, or in loss.impl."""
+    """One of the swept configurations, whose arms differ in norm.impl alone, or in loss.impl, or in mlp.impl."""
 
     cfg: Config
     overrides: dict[str, str]  # the swept keys

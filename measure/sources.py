@@ -45,7 +45,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "ranks": (*STEP, "training/distributed.py", "training/sharding.py"),
 }
 OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
-    "rotary": "rotary", "losses": "losses", "activation": "activation", "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
+    "rotary": "rotary", "losses": "losses", "activation": "activation",
+    "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
     "study_errors": "study",
 }  # fmt: skip
 

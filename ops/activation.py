@@ -1,7 +1,7 @@
 """The activation of an MLP: the bias of the linear layer before it, the function, and of a gated one the product."""
 
 from enum import IntEnum
-from math import gcd
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -69,16 +69,16 @@ def _activation(name: str, x: Any, value: Any, bias: Any, value_bias: Any, activ
     checks.check_input(name, x, checks.REFERENCE_DTYPES)
     kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
     dtypes = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES
-    if gated and value is None and (x.shape[-1] % 2 or value_bias is not None):
-        raise ValueError(
-            f"{name}: without value, x holds gate and value side by side and bias those of both; "
-            f"x has {x.shape[-1]} columns, expected an even number, and value_bias must be None"
-        )
+    if gated and value is None:  # x holds gate and value
+        if x.shape[-1] % 2:
+            raise ValueError(f"{name}: without value, x is gate and value side by side; it has an odd {x.shape[-1]} columns")
+        if value_bias is not None:
+            raise ValueError(f"{name}: value_bias is for a value of its own; without value, bias is that of all columns of x")
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, value=value)
     checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, bias=bias, value_bias=value_bias)
-    if activation not in _ACTIVATIONS:
+    kind = _ACTIVATIONS.get(activation) if isinstance(activation, str) else None
+    if kind is None:
         raise ValueError(f"{name}: activation is {activation!r}, accepted: {', '.join(_ACTIVATIONS)}")
-    kind = _ACTIVATIONS[activation]
     if not kernels:
         return reference(x, value, bias, value_bias, kind, gated)
     return mlp_activation(Inputs(x, value, bias, value_bias), Options(kind, gated))[0]
@@ -229,15 +229,26 @@ def _columns(i: Any, o: Options) -> int:
     return i.x.shape[-1] // (2 if o.gated and i.value is None else 1)
 
 
+def _as_it_lies(t: Tensor) -> Tensor | None:
+    """[M, N] without a copy; None where its rows do not lie at one distance."""
+    N = t.shape[-1]
+    if N > 1 and t.stride(-1) != 1:
+        return None
+    try:
+        return t.view(prod(t.shape[:-1]), N)
+    except RuntimeError:
+        return None
+
+
 def _rows(t: Tensor) -> Tensor:
-    """[M, N] as it lies in memory; copied where its rows do not lie at one distance."""
-    t = checks.as_rows(t)
-    return t if t.stride(1) == 1 else t.contiguous()
+    found = _as_it_lies(t)
+    return checks.as_rows(t.contiguous()) if found is None else found
 
 
 def _step(t: Tensor) -> int:
     """So many elements, or a multiple, are from a row to the next; of a few that decide how the compiler reads them."""
-    return gcd(t.shape[-1] if t.is_contiguous() else _rows(t).stride(0), 8)
+    found = None if t.is_contiguous() else _as_it_lies(t)
+    return gcd(t.shape[-1] if found is None else found.stride(0), 8)
 
 
 def _steps(variant: Any) -> Any:

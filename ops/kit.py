@@ -347,7 +347,7 @@ class Call:
         if kinds is None:
             run, pick = self._backward(needs, b, eager=False)
         else:
-            key = self, needs, kinds
+            key = self, needs, kinds, self.op.width(b)
             run, pick = recall(key) or remember(key, self._backward(needs, b, eager=True))
         return pick((*run(b), *b, None))
 
@@ -386,7 +386,7 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
             f"{ctx.name}: its gradients can't be differentiated again. torch.func's transforms (grad, jvp, hessian) run the "
-            "PyTorch reference, which can; so can torch.nn's norms (restore_norms gives back those that replace_norms took)"
+            "PyTorch reference, which can; so can a model's own modules (restore_norms, restore_mlps and others give them back)"
         )
 
 

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import time
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -33,6 +34,7 @@ from training.metrics import NonFiniteError
 from training.precision import MixedPrecision, set_deterministic
 from training.run import Run, Start, Summary, open_run
 
+STARTED = time()  # an older folder is not Hydra's
 Train = Callable[[Config, Run, Machine, World], Summary]
 
 
@@ -65,8 +67,9 @@ def job(train: Train, composed: DictConfig) -> float | None:
 def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str], sweep: bool) -> float:
     """The last validation loss of the run."""
     here = world()
-    with suppress(OSError):  # Hydra has made it; a run that starts makes it again, and a run that goes on has its own
-        folder.rmdir()
+    with suppress(OSError):  # where Hydra has made it, a run that starts makes it again, and a run that goes on has its own
+        if folder.stat().st_ctime >= STARTED:
+            folder.rmdir()
     with here.shared_errors():
         asked = compose.typed(composed, overrides)
         chosen = names_folder(asked) or (sweep and asked.resume != "auto")  # a job of a sweep resumes in its own folder

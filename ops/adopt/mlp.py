@@ -8,14 +8,16 @@ gradients, a module of this kind gets a class with our forward, which calls the 
 
 import inspect
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
+from itertools import product
 from types import new_class
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..activation import Activation, gated_activation_fn, reference
+from ..activation import Activation, gated_activation_fn
 from ..torch_state import has_hooks
 from .recognise import undisturbed
 from .stand_ins import clone_of
@@ -25,6 +27,15 @@ _LAYERS = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_pr
 _SAME = 1e-9  # of the values, in fp64
 
 
+# In PyTorch's operations, for tensors that the kernel does not take.
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu2": lambda z: F.relu(z).square(),
+}
+
+
 class Gated(NamedTuple):
     """What a module computes: last(φ(gate) · value)."""
 
@@ -32,6 +43,7 @@ class Gated(NamedTuple):
     last: str
     activation: str
     function: str | None  # its submodule that is φ
+    kind: type | None  # the class of that
 
 
 class AdoptedMLP(nn.Module):
@@ -39,35 +51,47 @@ class AdoptedMLP(nn.Module):
 
     _own: type  # the module's class before
     _gated: Gated
+    _recognised: Any
 
     def __reduce_ex__(self, protocol):
-        return _rebuild, (self._own, self._gated), dict(vars(self))
+        own: Any = self._own
+        return _rebuild, (own, self._gated, own.forward is self._recognised), dict(vars(self))
 
 
-def _rebuild(own: Any, gated: Gated) -> Any:
+def _rebuild(own: Any, gated: Gated, has_own_forward: bool) -> Any:
     """An adopted module without attributes, for copies and pickles."""
-    return object.__new__(_adopted_class(own, gated, own.forward))
+    return object.__new__(_adopted_class(own, gated, own.forward if has_own_forward else None))
 
 
 @cache
 def _adopted_class(own: Any, gated: Gated, recognised: Any) -> type:
-    """recognised: the forward of `own` that was tried."""
+    """recognised: the forward of `own` that was tried; None: a tool has replaced it since."""
+    name = None if recognised is None else [*inspect.signature(recognised).parameters][1]
 
-    @wraps(recognised)
-    def forward(self: Any, x: Tensor) -> Tensor:
-        watched = gated.function is not None and has_hooks(getattr(self, gated.function))
-        if watched or own.forward is not recognised:  # a tool looks at φ, or has replaced the forward since
-            return own.forward(self, x)
-        gate, value, *_ = *[getattr(self, name)(x) for name in gated.inputs], None
-        if type(gate) is Tensor and type(value) in (Tensor, type(None)):
+    @wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args if not kwargs else (*args, *kwargs.values()) if [*kwargs] == [name] else ()
+        function: Any = None if gated.function is None else getattr(self, gated.function)
+        kind = None if function is None else type(function)
+        same = kind is gated.kind and (function is None or not has_hooks(function))
+        if len(given) != 1 or not same or own.forward is not recognised:
+            return own.forward(self, *args, **kwargs)
+        gate, value, *_ = *[getattr(self, part)(given[0]) for part in gated.inputs], None
+        if all(_is_known(t) for t in (gate, value)) and (value is None or value.dtype == gate.dtype):
             hidden = gated_activation_fn(gate, value, activation=gated.activation)
-        else:  # a subclass, such as DTensor, has rules for PyTorch's operations alone
-            hidden = reference(gate, value, None, None, Activation[gated.activation], True)
+        else:
+            gate, value = gate.chunk(2, -1) if value is None else (gate, value)
+            hidden = _PLAIN[gated.activation](gate) * value
         return getattr(self, gated.last)(hidden)
 
     body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_own": own, "_gated": gated}
     body |= {"_recognised": staticmethod(recognised), "forward": forward}
     return new_class(own.__name__, (AdoptedMLP, own), {}, lambda space: space.update(body))
+
+
+def _is_known(t: Any) -> bool:
+    """Not a subclass, such as DTensor, which has rules for PyTorch's operations alone; those of tracers have none."""
+    return t is None or type(t) is Tensor or type(t).__module__.startswith("torch._subclasses")
 
 
 def replace_mlps(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | None = None) -> list[tuple[str, str]]:
@@ -85,7 +109,7 @@ def replace_mlps(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | N
     """
     lines = []
     for name, module in model.named_modules():
-        layers = next((of for of in _LAYERS if all(hasattr(module, part) for part in (*of[0], of[1]))), None)
+        layers = next((of for of in _LAYERS if {*of[0], of[1]} <= {name for name, _ in module.named_children()}), None)
         if layers is None or isinstance(module, AdoptedMLP) or (only is not None and not only(name, module)):
             continue
         was, found = type(module).__name__, _tried(module, *layers)
@@ -127,16 +151,17 @@ def _tried(module: Any, inputs: tuple[str, ...], last: str) -> Gated | str:
     functions = [name for name, part in others.items() if not [*part.children(), *part.parameters()]]
     if len(others) > 1 or len(functions) < len(others):
         return f"it has other parts: {', '.join(others)}"
+    function, kind = (functions[0], type(others[functions[0]])) if functions else (None, None)
     sizes = dict.fromkeys(inputs, (6, 10 if len(inputs) == 2 else 20)) | {last: (10, 6)}
     with undisturbed(torch.device("cpu")), torch.enable_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         try:
             clone = clone_of(
                 module, torch.randn_like, lambda path, _: nn.Linear(*sizes[path]) if path in sizes else None
             ).double()
             expected = _results(clone, forward)
             for activation in Activation:
-                found = Gated(inputs, last, activation.name, functions[0] if functions else None)
+                found = Gated(inputs, last, activation.name, function, kind)
                 ours = _adopted_class(own, found, forward).forward  # type: ignore[attr-defined]
                 if all(
                     torch.allclose(a, b, rtol=_SAME, atol=_SAME) for a, b in zip(expected, _results(clone, ours), strict=True)
@@ -148,11 +173,12 @@ def _tried(module: Any, inputs: tuple[str, ...], last: str) -> Gated | str:
 
 
 def _results(module: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> list[Tensor]:
-    """Values and gradients, in training and in evaluation."""
+    """Values and gradients, in training and in evaluation; also where a clamp would be reached."""
     found = []
-    for training in (True, False):
+    for training, size in product((True, False), (4.0, 40.0, 4000.0)):
         module.train(training)
-        x = torch.linspace(-3, 3, 42, dtype=torch.float64).view(7, 6).sin().mul(4).requires_grad_()
+        x = torch.linspace(-3, 3, 42, dtype=torch.float64).view(7, 6).sin().mul(size).requires_grad_()
         y = forward(module, x)
-        found += [y, *torch.autograd.grad(y, [x, *module.parameters()], y.detach().cos())]
+        upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+        found += [y, *torch.autograd.grad(y, [x, *module.parameters()], upstream)]
     return found

@@ -128,7 +128,7 @@ def _turn(attention: nn.Module, angles: nn.Module, turn: Turn) -> Turn:
     Raises:
         _Left: attention turns its queries and keys in another way.
     """
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     clone, angles = _clone(attention), _clone(angles)
     kinds: Any = [{"layer_type": kind} for kind in getattr(angles, "layer_types", ())]
     kinds = kinds if "layer_type" in _parameters(angles) else [{}]

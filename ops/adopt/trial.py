@@ -353,7 +353,7 @@ class _Bench:
     def _run(self, clone: nn.Module, x: Tensor, training: bool, through: Any = None) -> Any:
         for module in clone.modules():
             module.training = training
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
 
         def forward(x: Tensor) -> Any:
             with SameDropout():

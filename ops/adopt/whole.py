@@ -229,7 +229,9 @@ def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(list(devices)), torch.enable_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
+            for device in devices:
+                torch.cuda.default_generators[device.index].manual_seed(0)
             model.eval()
             args = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
             found = floats_in(model(*args, **(batch if isinstance(batch, Mapping) else {})), "output")

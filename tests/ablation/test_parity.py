@@ -92,6 +92,7 @@ RIGHT = (None, faults.handmade)  # made as the faulty ones are
         (None, BF16, (MLP, "model.activation=swiglu")),
         (faults.another_gelu, FP32, (MLP,)),
         (faults.bias_in_bf16, FP32, (MLP,)),
+        (faults.gate_gradient_off, BF16, (MLP, "model.activation=swiglu")),
     ],
 )
 def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options(tiny, fault, dtype, keys, monkeypatch):
@@ -99,7 +100,7 @@ def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options
     if LOSS in keys:
         module, operator = model.loss, "linear_cross_entropy_fn"
     elif MLP in keys:
-        module, operator = model.mlp, "activation_fn"
+        module, operator = model.mlp, "gated_activation_fn" if "model.activation=swiglu" in keys else "activation_fn"
     monkeypatch.setattr(module, operator, fault or getattr(module, operator))
     result = found(tiny(*keys), dtype)
     assert result.holds == (fault in RIGHT), result.verdict

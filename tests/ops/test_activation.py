@@ -121,6 +121,26 @@ def test_large_numbers_and_nan(device, name):
     torch.testing.assert_close(dx.double(), right, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+def test_what_hooks_bring_back_for_backward_may_lie_elsewhere(device):
+    wide = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)).to(device)
+    found = []
+    for unpack in (lambda t: t, lambda t: t.contiguous()):
+        x = wide.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = activation_fn(x[:, 8:28])
+        found.append(torch.autograd.grad(y.square().sum(), x)[0])
+    assert torch.equal(*found)
+
+
+def test_rows_at_several_distances_are_copied_once(device, monkeypatch):
+    copies, own = [], torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: own(t) if t.is_contiguous() else copies.append(t) or own(t))
+    x = torch.randn(4, 24, 6, generator=torch.Generator().manual_seed(4)).to(device).mT
+    y = activation_fn(x)
+    assert len(copies) == 1
+    torch.testing.assert_close(y, F.gelu(x, approximate="tanh"))
+
+
 def test_no_rows(device):
     x, bias = torch.randn(0, 24, device=device, requires_grad=True), torch.randn(24, device=device, requires_grad=True)
     gated_activation_fn(x, bias=bias).sum().backward()
@@ -135,9 +155,10 @@ def test_fp64_is_computed_by_pytorch(device):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda x: activation_fn(x, None, ["gelu"]), r"activation is \['gelu'\], accepted: gelu"),
         (lambda x: activation_fn(x, None, "swish"), "activation is 'swish', accepted: gelu, gelu_tanh, silu, relu2"),
-        (lambda x: gated_activation_fn(x[:, :7]), "x has 7 columns, expected an even number"),
-        (lambda x: gated_activation_fn(x, value_bias=x[0]), "without value, x holds gate and value"),
+        (lambda x: gated_activation_fn(x[:, :7]), "it has an odd 7 columns"),
+        (lambda x: gated_activation_fn(x, value_bias=x[0]), "value_bias is for a value of its own"),
         (lambda x: gated_activation_fn(x, x[:1]), r"value has shape \(1, 8\), expected \(2, 8\)"),
         (lambda x: activation_fn(x, x[0, :4]), r"bias has shape \(4,\), expected \(8,\)"),
         (lambda x: activation_fn(x.long()), "x is int64"),

@@ -53,6 +53,20 @@ class Flagged(Apart):
         return super().forward(x)
 
 
+class Clamped(Apart):
+    def forward(self, x):
+        gate, value = self.gate_proj(x).clamp(max=10.0), self.up_proj(x).clamp(-10.0, 10.0)
+        return self.down_proj(self.act_fn(gate) * value)
+
+
+class Experts(nn.Module):
+    """Parameters with the names of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.ones(2, 4, 8)), nn.Parameter(torch.ones(2, 4, 4))
+
+
 def pair(module):
     torch.manual_seed(0)
     plain = nn.Sequential(module)
@@ -86,6 +100,7 @@ def test_an_adopted_mlp_gives_the_same_values_and_gradients(make, dtype):
     [
         (lambda: Apart(nn.ELU()), "it computes something else than gelu, gelu_tanh, silu, relu2 of its gate"),
         (Swapped, "it computes something else"),
+        (Clamped, "it computes something else"),
         (Dropping, "it has other parts: act_fn, dropout"),
         (Flagged, "its forward takes more than one tensor"),
     ],
@@ -106,7 +121,37 @@ def test_hooks_and_tools_see_what_they_saw(monkeypatch):
     torch.testing.assert_close(ours(x), plain(x))
     assert len(seen) == 2 and torch.equal(*seen)
     monkeypatch.setattr(Apart, "forward", lambda self, x: x + 1)
-    assert torch.equal(ours(x), x + 1)
+    for model in (ours, copy.deepcopy(ours)):
+        assert torch.equal(model(x), x + 1)
+
+
+def test_x_by_name_another_activation_and_another_dtype_are_those_of_the_module():
+    plain, ours = pair(Apart())
+    replace_mlps(ours)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(ours[0](x=x), plain[0](x=x))
+    for model in (plain, ours):
+        model[0].up_proj.register_forward_hook(lambda module, args, y: y.double())
+        model[0].down_proj.double()
+    assert ours(x).dtype == plain(x).dtype == torch.float64
+    for model in (plain, ours):
+        model[0].act_fn = nn.ReLU()
+    torch.testing.assert_close(ours(x), plain(x))
+
+
+def test_parameters_with_the_names_of_layers_are_no_mlp_and_no_generator_but_the_cpus_is_seeded(monkeypatch):
+    assert replace_mlps(nn.Sequential(Experts())) == []
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it seeds the GPUs too"))
+    model, state = nn.Sequential(Apart()), torch.get_rng_state()
+    adopt(model, verbose=False)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_exported_program_has_the_operator(kernel):
+    _, ours = pair(Apart())
+    replace_mlps(ours)
+    program = torch.export.export(ours, (torch.randn(3, 16),), strict=False)
+    assert any("activation" in str(node.target) for node in program.graph.nodes)
 
 
 def test_adopt_replaces_and_undoes_them_and_can_be_told_not_to():

@@ -11,7 +11,7 @@ from measure.tables import interval_text
 TORCH, AGAIN, FUSED = "torch", "torch again", "fused"
 TWIN = " again"  # ends the name of an arm that is another one once more: the A/A control of that arm
 STALL = 2.0  # times the median step
-NO_KERNEL = "No kernel was measured: fused norms took the CPU reference path, so the figures say nothing about the kernels"
+NO_KERNEL = "No kernel was measured: what is fused took the CPU reference path, so the figures say nothing about the kernels"
 
 
 @dataclass(frozen=True)

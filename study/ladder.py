@@ -85,8 +85,11 @@ def report(found: Climbed) -> str:
     for arm, rungs in found.items():
         told, end = prediction(rungs), rungs[-1].losses
         if told is not None and end:
-            within = "within" if told.holds(end[0]) else "outside of"
-            said.append(f"{arm}: predicted {interval_text(told, 4)}, found {end[0]:.4f}, {within} the interval.")
+            if all(len(one.losses) == 1 for one in rungs[:-1]):
+                said.append(f"{arm}: predicted {told.median:.4f}, of one seed, which has no interval; found {end[0]:.4f}.")
+            else:
+                within = "within" if told.holds(end[0]) else "outside of"
+                said.append(f"{arm}: predicted {interval_text(told, 4)}, found {end[0]:.4f}, {within} the interval.")
         for rate, more in rungs[-2].beside.items():
             if more < 0:
                 said.append(

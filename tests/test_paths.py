@@ -25,7 +25,7 @@ def train_main(arguments):
             for key in ("folder", "resume", "resume=auto folder", "hydra.run.dir")
         ),
         (compare.main, f"folder={LONG}", f"folder={LONG}: File name too long"),
-        (compare.main, f"study={LONG}", f"study={LONG}: no such option."),
+        (compare.main, f"study={LONG}", LONG),
         *((ablate.main, f"{key}={LONG}", f"{key}={LONG}: ") for key in ("folder", "data.cache_dir", "init_from")),
         (ablate.main, f"tokenizer.kind=pretrained tokenizer.pretrained={LONG}", f"tokenizer.pretrained={LONG}: is no file"),
         (ablate.main, f"ablate.arms=[torch,fused,nanogpt] ablate.nanogpt={LONG}", f"ablate.nanogpt={LONG}: "),

@@ -186,7 +186,7 @@ def _undoing(model: nn.Module) -> Callable[[], None]:
 
 
 def _fuse_blocks(found: Adoption, only: Callable[[str, nn.Module], bool] | None) -> None:
-    tried, found_of = set[nn.Module](), dict[type, Any]()
+    tried, found_of = {part for block in fused_blocks(found.model).values() for part in block.modules()}, dict[type, Any]()
     for name, block, is_stacked in _blocks(found.model):
         parts = list(block.modules())
         if not any(isinstance(part, AdoptedNorm) for part in parts) or any(isinstance(m, AdoptedBlock) for m in parts):

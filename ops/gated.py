@@ -138,7 +138,7 @@ class GatedNorm(kit.Op):
 
     def start(self, i, o):
         kernels, facts = kit.kernels("gated"), kit.device_facts(i.x.device)
-        work = Work(_vector(*i), i.x.itemsize + i.z.itemsize, weights=1, weight_bytes=0 if i.weight is None else i.weight.itemsize)
+        work = Work(_vector(i.x, i.z, o.out_dtype), i.x.itemsize + i.z.itemsize, weights=1, weight_bytes=0 if i.weight is None else i.weight.itemsize)
         tile = forward_tile(o.group_size, work, facts)
         variant = _variant(i.x, i.z, o, work, tile, EARLY_START=facts.since_sm_90)
         launch = kit.Launcher(
@@ -161,7 +161,7 @@ class GatedNorm(kit.Op):
         kernels, N, device = kit.kernels("gated"), b.x.shape[-1], b.x.device
         facts, groups, sums = kit.device_facts(device), N // o.group_size, wanted.dweight is not None
         work = Work(
-            _vector(*b, wanted.dx, wanted.dz), b.dy.itemsize + b.x.itemsize + b.z.itemsize, weights=1, splittable=False,
+            _vector(*b[:3], wanted.dx, wanted.dz), b.dy.itemsize + b.x.itemsize + b.z.itemsize, weights=1, splittable=False,
             written_bytes=sum(dtype.itemsize for dtype in wanted[:2] if dtype),
         )  # fmt: skip
         tile = backward_tile(o.group_size, work, facts)

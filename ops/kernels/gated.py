@@ -96,8 +96,9 @@ def gated_norm_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, z_row_ste
     if VARIANT.EARLY_START:
         gdc_wait()  # for the kernel before; nothing may be read or written above
     at = place(tl.program_id(0) // VARIANT.GROUPS, 0, n.M, VARIANT)
-    p_x, p_z, p_weight = inputs(p, n, at, VARIANT)
+    p_x, p_z = inputs(p, n, at, VARIANT)
     p_y = p.y + dense_rows(at, VARIANT)
+    p_weight = weights(p, VARIANT)
     b_x = load(p_x, at, VARIANT)
     b_z = load(p_z, at, VARIANT)
     b_squares = row_sum(squares(b_x, b_z, VARIANT))
@@ -123,31 +124,30 @@ def gated_norm_backward_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, 
         gdc_wait()
     first = tl.program_id(0) // VARIANT.GROUPS
     at = place(0, 0, n.M, VARIANT)
-    _, _, p_weight = inputs(p, n, at, VARIANT)
-    b_weight = ()
+    p_weight = weights(p, VARIANT)
     if not VARIANT.LOOPED:
         b_weight = load_weights(p_weight, at, VARIANT, VARIANT.OFFSET)
     b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
     for tile in tl.range(first, tiles, tl.num_programs(0) // VARIANT.GROUPS, num_stages=VARIANT.STAGES):
         at = place(tile, 0, n.M, VARIANT)
-        p_x, p_z, _ = inputs(p, n, at, VARIANT)
+        p_x, p_z = inputs(p, n, at, VARIANT)
         p_dy = p.dy + dense_rows(at, VARIANT)
         if VARIANT.LOOPED:
             b_squares = tl.zeros([VARIANT.ROWS], tl.float32)
             b_products = b_squares
             for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
                 here = Place(at.rows, at.m_row, first_col)
-                b_weight = load_weights(p_weight, here, VARIANT, VARIANT.OFFSET)
+                b_w = load_weights(p_weight, here, VARIANT, VARIANT.OFFSET)
                 b_x, b_z, b_dy = load(p_x, here, VARIANT), load(p_z, here, VARIANT), load(p_dy, here, VARIANT)
-                b_more, b_most = row_sums(b_x, b_z, b_dy, b_weight, VARIANT)
-                b_squares += b_more
-                b_products += b_most
+                b_block_squares, b_block_products = row_sums(b_x, b_z, b_dy, b_w, VARIANT)
+                b_squares += b_block_squares
+                b_products += b_block_products
             for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
                 here = Place(at.rows, at.m_row, first_col)
-                b_weight = load_weights(p_weight, here, VARIANT, VARIANT.OFFSET)
+                b_w = load_weights(p_weight, here, VARIANT, VARIANT.OFFSET)
                 b_x, b_z, b_dy = load(p_x, here, VARIANT), load(p_z, here, VARIANT), load(p_dy, here, VARIANT)
                 b_sum = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
-                b_sum = store_gradients(p, b_sum, b_x, b_z, b_dy, b_weight, b_squares, b_products, n.eps, here, VARIANT)
+                b_sum = store_gradients(p, b_sum, b_x, b_z, b_dy, b_w, b_squares, b_products, n.eps, here, VARIANT)
                 store_partials(p, add_stored_partials(p, b_sum, tile != first, here, VARIANT), tl.program_id(0), here, VARIANT)
             tl.debug_barrier()  # a partial sum may be read back by another thread than wrote it
         else:
@@ -160,7 +160,7 @@ def gated_norm_backward_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, 
 
 @triton.jit
 def inputs(p, n, at, VARIANT: tl.constexpr):
-    """Pointers [ROWS, 1] to the group's first column in rows of x and z, and to that of the weight, if there is one."""
+    """Pointers [ROWS, 1] to the group's first column in rows of x and z."""
     outer = at.rows
     b_inner = tl.zeros([VARIANT.ROWS], tl.int32)
     if VARIANT.TWO_LEVELS:
@@ -169,10 +169,16 @@ def inputs(p, n, at, VARIANT: tl.constexpr):
     group = tl.program_id(0) % VARIANT.GROUPS * VARIANT.N
     x = (outer * n.x_steps + b_inner * n.x_row_steps.to(tl.int64)) * VARIANT.X_STEP
     z = (outer * n.z_steps + b_inner * n.z_row_steps.to(tl.int64)) * VARIANT.Z_STEP
+    return p.x + group + x[:, None], p.z + group + z[:, None]
+
+
+@triton.jit
+def weights(p, VARIANT: tl.constexpr):
+    """To the weights of the group; None where there are none."""
     p_weight = p.weight
     if p_weight is not None:
-        p_weight += group
-    return p.x + group + x[:, None], p.z + group + z[:, None], p_weight
+        p_weight += tl.program_id(0) % VARIANT.GROUPS * VARIANT.N
+    return p_weight
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Somebody's models, as `adoption` takes them: what is refused, copies with other norms, and one forward and backward pass."""
+"""Somebody's models, as `check` takes them: what is refused, copies with other norms, and one forward and backward pass."""
 
 import copy
 import inspect

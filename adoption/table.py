@@ -1,7 +1,7 @@
 """Which models of other libraries `adopt` fuses, found by adopting tiny random ones: the table of docs/adopted_models.md.
 
-    python -m ablation.adoption_table                         # transformers, and timm and diffusers where they are installed
-    python -m ablation.adoption_table llama timm/vit_tiny_patch16_224     # these alone
+    python -m adoption.table                         # transformers, and timm and diffusers where they are installed
+    python -m adoption.table llama timm/vit_tiny_patch16_224     # these alone
 
 Each model computes its output and its gradients before and after, in fp32, and then takes a step in training mode.
 """
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation.adopted_models import default_loss, results_of
+from adoption.models import default_loss, results_of
 from measure.files import replace_text
 from ops import Adoption, adopt
 
-MODELS = tomllib.loads(Path(__file__).with_name("adoption_models.toml").read_text())
+MODELS = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
 TINY = {field: int(value) for value, fields in MODELS["sizes"].items() for field in fields.split()} | MODELS["others"]
 DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "UNet2DConditionModel": (
@@ -46,7 +46,7 @@ _results = partial(results_of, loss=default_loss)
 TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
 HEAD = """# What `adopt` fuses, model by model
 
-Written by `python -m ablation.adoption_table`, which adopts tiny models with random weights in one call each, without a layout
+Written by `python -m adoption.table`, which adopts tiny models with random weights in one call each, without a layout
 ([adopting](adopt.md)).
 "Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream. "Sums"
 are kinds of residual sums that are one kernel together with the norm, scale or dropout of their branch. "Rotary": attention

@@ -1,7 +1,7 @@
 """RMSNorm beside a gate: GPU time with cold L2, as a share of this card's copy bandwidth.
 
-Shares count the fewest bytes: forward reads x and z and writes y; backward reads these and dy, and writes dx and dz. Weights count
-nothing. x is dense; z is the first half of a projection's columns, which is not copied.
+Shares count the fewest bytes: forward reads x and z and writes y; backward reads these and dy, and writes dx and dz. Weights
+count nothing. x is dense; z is the first half of a projection's columns, which is not copied.
 
 python -m benchmarks.gated                        ours, PyTorch as transformers writes it, and torch.compile of that
 python -m benchmarks.gated --case norm_gate       heads of 128, as in Qwen3-Next

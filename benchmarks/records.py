@@ -75,6 +75,7 @@ RECORDS = (
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 3),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("activation", "-m benchmarks.activation", 2),
+    Record("gated", "-m benchmarks.gated", 2),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),
     Record("adoption", "-m adoption.benchmark", 3),
     Record("host", "-m benchmarks.host", 1),

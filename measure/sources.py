@@ -28,6 +28,10 @@ ROTARY = _ops("kernels/constants", "kernels/norms", "kernels/nvidia", "kernels/r
 LOSSES = _ops(
     "kernels/constants", "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "loss", "softmax",
 )  # fmt: skip
+GATED = _ops(
+    "gated", "kernels/activation", "kernels/constants", "kernels/gated", "kernels/norms", "kernels/nvidia", "kernels/rows",
+    "kernels/weight_gradients", "tiling",
+)  # fmt: skip
 ACTIVATION = _ops("activation", "kernels/activation", "kernels/constants", "kernels/nvidia", "kernels/rows")
 CALLS = _ops("checks", "kit", "norm", "philox", "records", "reference", "torch_state")
 STEP = (
@@ -39,13 +43,14 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "rotary": ROTARY,
     "losses": LOSSES,
     "activation": ACTIVATION,
+    "gated": GATED,
     "calls": (*NORMS, *CALLS),
     "step": STEP,
     "study": ("measure/differences.py", "study/analysis.py", "study/plan.py", "study/runs.py"),
     "ranks": (*STEP, "training/distributed.py", "training/sharding.py"),
 }
 OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
-    "rotary": "rotary", "losses": "losses", "activation": "activation",
+    "rotary": "rotary", "losses": "losses", "activation": "activation", "gated": "gated",
     "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
     "study_errors": "study",
 }  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import checks, kit
 from .kernels import runs_kernels
 from .norm import finishing
-from .tiling import Tile, Work, backward_tile, forward_tile
+from .tiling import Device, Tile, Work, backward_tile, forward_tile
 from .torch_state import transformed_by_func
 
 
@@ -19,29 +19,24 @@ class Gate(IntEnum):
     sigmoid = 1
 
 
+GATES = {gate.name: gate for gate in Gate}  # Dynamo of PyTorch 2.11 doesn't look into an Enum
+
+
 def gated_rms_norm_fn(
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor | None,
-    eps: float = 1e-6,
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-    activation: str = "silu",
-    zero_centered_weight: bool = False,
+    x: Tensor, z: Tensor, weight: Tensor | None, eps: float = 1e-6, norm_before_gate: bool = True,
+    group_size: int | None = None, activation: str = "silu", zero_centered_weight: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """RMSNorm(x) · weight · a(z), or with norm_before_gate=False RMSNorm(x · a(z)) · weight: in fp32, rounded once.
 
     Args:
-        x, z: (..., N) in bf16, fp16 or fp32, or fp64, which PyTorch's operations compute. Each is read as it lies in memory where
-            its rows lie at one distance, or at one within each index of the dimensions before the last two: a slice of columns of
-            a projection, or the heads in it. Backward computes all again: nothing is kept but the inputs.
-        weight: (N,), of any of these dtypes; None is 1. Its gradient is summed up in fp32 and in a fixed order, by the kernel that
-            computes those of x and z.
+        x, z: (..., N) in bf16, fp16 or fp32, or fp64, which PyTorch's operations compute. Read as they lie in memory where rows
+            lie at one distance, or at two, as the heads in columns of a projection do. Backward computes all again.
+        weight: (N,), of any of these dtypes; None is 1. Its gradient is summed up in fp32 and in a fixed order.
         eps: added to the mean square.
         norm_before_gate: True as in Qwen3-Next, False as in Mamba-2.
         group_size: so many neighbouring columns are normalised together, a divisor of N; None: all.
-        activation: of the gate, "silu" or "sigmoid".
+        activation: a, "silu" or "sigmoid".
         zero_centered_weight: the weight is stored as its distance from 1.
         out_dtype: by default x's dtype.
 
@@ -60,13 +55,14 @@ def gated_rms_norm_fn(
     group = width if group_size is None else checks.as_size(name, "group_size", group_size, 1)
     if width % group:
         raise ValueError(f"{name}: group_size is {group}, expected a divisor of the {width} columns of x")
-    if activation not in ("silu", "sigmoid"):
-        raise ValueError(f"{name}: activation is {activation!r}, accepted: silu, sigmoid")
+    if activation not in GATES:
+        raise ValueError(f"{name}: activation is {activation!r}, accepted: {', '.join(GATES)}")
     if out_dtype is not None and out_dtype not in dtypes:
         raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
-    flags = checks.as_flags(name, norm_before_gate=norm_before_gate, zero_centered_weight=zero_centered_weight)
-    gate = Gate.silu if activation == "silu" else Gate.sigmoid
-    o = Options(checks.as_eps(name, eps), group, gate, *flags.values(), out_dtype or x.dtype)
+    before, centred = checks.as_flags(
+        name, norm_before_gate=norm_before_gate, zero_centered_weight=zero_centered_weight
+    ).values()
+    o = Options(checks.as_eps(name, eps), group, GATES[activation], before, centred, out_dtype or x.dtype)
     return gated_norm(Inputs(x, z, weight), o)[0] if kernels else reference(x, z, weight, o)
 
 
@@ -138,43 +134,36 @@ class GatedNorm(kit.Op):
 
     def start(self, i, o):
         kernels, facts = kit.kernels("gated"), kit.device_facts(i.x.device)
-        work = Work(_vector(i.x, i.z, o.out_dtype), i.x.itemsize + i.z.itemsize, weights=1, weight_bytes=0 if i.weight is None else i.weight.itemsize)
-        tile = forward_tile(o.group_size, work, facts)
-        variant = _variant(i.x, i.z, o, work, tile, EARLY_START=facts.since_sm_90)
+        weight_bytes = 0 if i.weight is None else i.weight.itemsize
+        tile = forward_tile(o.group_size, Work(_vector(*i[:2], o.out_dtype), _bytes(*i[:2]), 1, weight_bytes), facts)
+        variant, groups, pdl = _variant(i, o, tile, facts)
         launch = kit.Launcher(
-            kernels.gated_norm_kernel, kernels.Pointers, i.x.device, strided=("x", "z"), num_warps=tile.warps,
-            launch_pdl=facts.since_sm_90 or None,
-        )  # fmt: skip
-        groups = i.x.shape[-1] // o.group_size
+            kernels.gated_norm_kernel, kernels.Pointers, i.x.device, ("x", "z"), num_warps=tile.warps, launch_pdl=pdl
+        )
 
         def run(i):
-            x, z, weight = i
-            y = x.new_empty(x.shape, dtype=o.out_dtype)
+            y = i[0].new_empty(i[0].shape, dtype=o.out_dtype)
             M = y.numel() // y.shape[-1]
-            x, z, _, steps = _placed(x, z)
-            launch(-(-M // tile.rows) * groups, (x, z, weight, y), M, o.eps, *steps, variant)
+            x, z, _, steps = _placed(*i[:2])
+            launch(-(-M // tile.rows) * groups, (x, z, i[2], y), M, o.eps, *steps, variant)
             return (y,)
 
         return run
 
     def start_backward(self, b, o, wanted):
-        kernels, N, device = kit.kernels("gated"), b.x.shape[-1], b.x.device
-        facts, groups, sums = kit.device_facts(device), N // o.group_size, wanted.dweight is not None
-        work = Work(
-            _vector(*b[:3], wanted.dx, wanted.dz), b.dy.itemsize + b.x.itemsize + b.z.itemsize, weights=1, splittable=False,
-            written_bytes=sum(dtype.itemsize for dtype in wanted[:2] if dtype),
-        )  # fmt: skip
+        kernels, facts, N = kit.kernels("gated"), kit.device_facts(b.x.device), b.x.shape[-1]
+        sums = wanted.dweight is not None
+        written = [dtype for dtype in wanted[:2] if dtype]
+        work = Work(_vector(*b[:3], *written), _bytes(*b[:3]), 1, written_bytes=_bytes(*written), splittable=False)
         tile = backward_tile(o.group_size, work, facts)
-        of_sums = kit.kernels("rows").Weights(sums, *[False] * 5)
-        variant = _variant(
-            b.x, b.z, o, work, tile, STAGES=tile.stages, EARLY_START=facts.since_sm_90, WANTED=of_sums
-        )
+        wants = kit.kernels("rows").Weights(sums, *[False] * 5)
+        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=wants)
         launch = kit.Launcher(
-            kernels.gated_norm_backward_kernel, kernels.BackwardPointers, device, strided=("x", "z"), num_warps=tile.warps,
-            launch_pdl=facts.since_sm_90 or None,
+            kernels.gated_norm_backward_kernel, kernels.BackwardPointers, b.x.device, ("x", "z"), num_warps=tile.warps,
+            launch_pdl=pdl,
         )  # fmt: skip
         most = max(1, facts.multiprocessors * tile.programs_per_sm // groups)
-        finish = finishing(device, N, int(sums), most)
+        finish = finishing(b.x.device, N, int(sums), most)
 
         def run(b):
             dy, x, z, weight = b
@@ -196,20 +185,30 @@ class GatedNorm(kit.Op):
 gated_norm = GatedNorm()
 
 
+def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> tuple[Any, int, bool | None]:
+    """With how many groups there are, and whether a launch may begin before the one ahead has ended."""
+    (two_levels, x_step, z_step), groups = _placed(i.x, i.z)[2], i.x.shape[-1] // o.group_size
+    variant = kit.kernels("gated").GatedVariant(
+        o.group_size, groups, o.norm_before_gate, o.activation == Gate.sigmoid, float(o.zero_centered_weight), tile.rows,
+        tile.block_n, _vector(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, EARLY_START=facts.since_sm_90,
+        **more,
+    )  # fmt: skip
+    return variant, groups, facts.since_sm_90 or None
+
+
 def _placed(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, tuple[bool, int, int], tuple[int, ...]]:
-    """Both as kernels read them, copied where their rows lie in yet another way; what kernels are compiled for: whether rows lie
-    at two distances, and for x and z, how many elements those are a multiple of; how many rows lie at the second, and all
-    distances in these multiples."""
+    """Both, copied where their rows lie in yet another way; what kernels are compiled for: whether rows lie at two distances,
+    and the steps of x's and z's, of which those are multiples; how many rows lie at the inner one, and all in steps."""
     if x.is_contiguous() and z.is_contiguous():
         step = gcd(x.shape[-1], 8)
         return x, z, (False, step, step), (1, *(x.shape[-1] // step, 0) * 2)
     flat = x.dim() < 3 or x.numel() == 0 or not any(_view(t, 1) is None for t in (x, z))
     inner = 1 if flat else x.shape[-2]
-    x, z = (t if _view(t, inner) is not None else t.contiguous() for t in (x, z))
-    distances = [(t.stride(0), t.stride(1) * (inner > 1)) for t in (_view(x, inner), _view(z, inner))]
+    views = [_view(t.contiguous() if _view(t, inner) is None else t, inner) for t in (x, z)]
+    distances = [(t.stride(0), t.stride(1) * (inner > 1)) for t in views]
     steps = [gcd(*of, 8) for of in distances]
     numbers = [distance // step for of, step in zip(distances, steps, strict=True) for distance in of]
-    return x, z, (inner > 1, *steps), (inner, *numbers)
+    return *views, (inner > 1, *steps), (inner, *numbers)
 
 
 def _view(t: Tensor, inner: int) -> Any:
@@ -224,13 +223,8 @@ def _view(t: Tensor, inner: int) -> Any:
 
 def _vector(*of: Any) -> int:
     """Elements in 16 bytes of the widest."""
-    return 16 // max(t.itemsize for t in of if t is not None)
+    return 16 // max(t.itemsize for t in of)
 
 
-def _variant(x: Tensor, z: Tensor, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
-    two_levels, x_step, z_step = _placed(x, z)[2]
-    return kit.kernels("gated").GatedVariant(
-        N=o.group_size, GROUPS=x.shape[-1] // o.group_size, NORM_FIRST=o.norm_before_gate,
-        SIGMOID=o.activation == Gate.sigmoid, OFFSET=float(o.zero_centered_weight), ROWS=tile.rows, BLOCK_N=tile.block_n,
-        VECTOR=work.vector, X_STEP=x_step, Z_STEP=z_step, TWO_LEVELS=two_levels, LOOPED=tile.looped, **more,
-    )  # fmt: skip
+def _bytes(*of: Any) -> int:
+    return sum(t.itemsize for t in of)

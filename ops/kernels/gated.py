@@ -9,8 +9,8 @@ With h the norm's input (x itself where it comes first) and u the upstream gradi
     norm first   dx = dh,          dz = dy · w · ĥ · a′(z)
     gate first   dx = dh · a(z),   dz = dh · x · a′(z)
 
-Nothing of forward is kept but its inputs: backward finds rstd in the same reduction over a row as the mean. So forward moves three
-elements and backward five. Of columns in several groups each program has one group, as if that were all of the row.
+Nothing of forward is kept but its inputs: backward finds rstd in the same reduction over a row as the mean. So forward moves
+three elements and backward five. Of columns in several groups each program has one group, as if that were all of the row.
 """
 
 from dataclasses import dataclass
@@ -96,105 +96,106 @@ def gated_norm_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, z_row_ste
     if VARIANT.EARLY_START:
         gdc_wait()  # for the kernel before; nothing may be read or written above
     at = place(tl.program_id(0) // VARIANT.GROUPS, 0, n.M, VARIANT)
-    p_x, p_z = inputs(p, n, at, VARIANT)
-    p_y = p.y + dense_rows(at, VARIANT)
-    p_weight = weights(p, VARIANT)
-    b_x = load(p_x, at, VARIANT)
-    b_z = load(p_z, at, VARIANT)
+    b_x, b_z = load_inputs(p, n, at, VARIANT)
     b_squares = row_sum(squares(b_x, b_z, VARIANT))
     if VARIANT.LOOPED:
         for first_col in tl.range(VARIANT.BLOCK_N, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
-            here = Place(at.rows, at.m_row, first_col)
-            b_squares += row_sum(squares(load(p_x, here, VARIANT), load(p_z, here, VARIANT), VARIANT))
+            b_more_x, b_more_z = load_inputs(p, n, Place(at.rows, at.m_row, first_col), VARIANT)
+            b_squares += row_sum(squares(b_more_x, b_more_z, VARIANT))
     b_rstd = inverse(b_squares, VARIANT.N, n.eps, RMSNORM)
-    store_y(p_y, b_x, b_z, load_weights(p_weight, at, VARIANT, VARIANT.OFFSET), b_rstd, at, VARIANT)
+    store_y(p, b_x, b_z, b_rstd, at, VARIANT)
     if VARIANT.LOOPED:
         for first_col in tl.range(VARIANT.BLOCK_N, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
-            b_weight = load_weights(p_weight, here, VARIANT, VARIANT.OFFSET)
-            store_y(p_y, load(p_x, here, VARIANT), load(p_z, here, VARIANT), b_weight, b_rstd, here, VARIANT)
+            b_more_x, b_more_z = load_inputs(p, n, here, VARIANT)
+            store_y(p, b_more_x, b_more_z, b_rstd, here, VARIANT)
 
 
 @triton.jit(do_not_specialize=[*Numbers._fields, "tiles"])
 def gated_norm_backward_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, z_row_steps, tiles, VARIANT: tl.constexpr):
-    """Persistent programs, each striding over the tiles of its group; see `backward.norm_backward_kernel`."""
+    """Persistent programs, each striding over the tiles of its group, with a partial sum of dw each; see `weight_gradients`."""
     n = Numbers(M, eps, inner, x_steps, x_row_steps, z_steps, z_row_steps)
     if VARIANT.EARLY_START:
-        gdc_launch_dependents()
+        gdc_launch_dependents()  # the sum over partials may take its place now: it reads nothing before its own wait
         gdc_wait()
     first = tl.program_id(0) // VARIANT.GROUPS
-    at = place(0, 0, n.M, VARIANT)
-    p_weight = weights(p, VARIANT)
-    if not VARIANT.LOOPED:
-        b_weight = load_weights(p_weight, at, VARIANT, VARIANT.OFFSET)
-    b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
-    for tile in tl.range(first, tiles, tl.num_programs(0) // VARIANT.GROUPS, num_stages=VARIANT.STAGES):
-        at = place(tile, 0, n.M, VARIANT)
-        p_x, p_z = inputs(p, n, at, VARIANT)
-        p_dy = p.dy + dense_rows(at, VARIANT)
-        if VARIANT.LOOPED:
+    programs = tl.num_programs(0) // VARIANT.GROUPS
+    if VARIANT.LOOPED:
+        for tile in tl.range(first, tiles, programs, num_stages=1):
+            at = place(tile, 0, n.M, VARIANT)
             b_squares = tl.zeros([VARIANT.ROWS], tl.float32)
             b_products = b_squares
             for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
                 here = Place(at.rows, at.m_row, first_col)
-                b_w = load_weights(p_weight, here, VARIANT, VARIANT.OFFSET)
-                b_x, b_z, b_dy = load(p_x, here, VARIANT), load(p_z, here, VARIANT), load(p_dy, here, VARIANT)
-                b_block_squares, b_block_products = row_sums(b_x, b_z, b_dy, b_w, VARIANT)
+                b_x, b_z = load_inputs(p, n, here, VARIANT)
+                b_dy = load(p.dy + dense_rows(here, VARIANT), here, VARIANT)
+                b_block_squares, b_block_products = row_sums(b_x, b_z, b_dy, weights(p, here, VARIANT), VARIANT)
                 b_squares += b_block_squares
                 b_products += b_block_products
             for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
                 here = Place(at.rows, at.m_row, first_col)
-                b_w = load_weights(p_weight, here, VARIANT, VARIANT.OFFSET)
-                b_x, b_z, b_dy = load(p_x, here, VARIANT), load(p_z, here, VARIANT), load(p_dy, here, VARIANT)
-                b_sum = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
-                b_sum = store_gradients(p, b_sum, b_x, b_z, b_dy, b_w, b_squares, b_products, n.eps, here, VARIANT)
+                b_x, b_z = load_inputs(p, n, here, VARIANT)
+                b_dy = load(p.dy + dense_rows(here, VARIANT), here, VARIANT)
+                b_sum = zero_sums(VARIANT.WANTED, 1, VARIANT.ROWS, VARIANT.BLOCK_N)
+                b_sum = store_gradients(
+                    p, n, b_sum, b_x, b_z, b_dy, weights(p, here, VARIANT), b_squares, b_products, here, VARIANT
+                )
                 store_partials(p, add_stored_partials(p, b_sum, tile != first, here, VARIANT), tl.program_id(0), here, VARIANT)
             tl.debug_barrier()  # a partial sum may be read back by another thread than wrote it
-        else:
-            b_x, b_z, b_dy = load(p_x, at, VARIANT), load(p_z, at, VARIANT), load(p_dy, at, VARIANT)
+    else:
+        b_weight = weights(p, place(0, 0, n.M, VARIANT), VARIANT)
+        b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
+        for tile in tl.range(first, tiles, programs, num_stages=VARIANT.STAGES):
+            at = place(tile, 0, n.M, VARIANT)
+            b_x, b_z = load_inputs(p, n, at, VARIANT)
+            b_dy = load(p.dy + dense_rows(at, VARIANT), at, VARIANT)
             b_squares, b_products = row_sums(b_x, b_z, b_dy, b_weight, VARIANT)
-            b_sums = store_gradients(p, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_products, n.eps, at, VARIANT)
-    if not VARIANT.LOOPED:
-        store_partials(p, b_sums, tl.program_id(0), at, VARIANT)
+            b_sums = store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_products, at, VARIANT)
+        store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT)
 
 
 @triton.jit
-def inputs(p, n, at, VARIANT: tl.constexpr):
-    """Pointers [ROWS, 1] to the group's first column in rows of x and z."""
+def load_inputs(p, n, at, VARIANT: tl.constexpr):
+    """x and z, as `load` gives them."""
     outer = at.rows
-    b_inner = tl.zeros([VARIANT.ROWS], tl.int32)
+    inner = tl.zeros([VARIANT.ROWS], tl.int64)
     if VARIANT.TWO_LEVELS:
-        b_inner = (at.rows % n.inner).to(tl.int32)
+        inner = at.rows % n.inner
         outer = at.rows // n.inner
-    group = tl.program_id(0) % VARIANT.GROUPS * VARIANT.N
-    x = (outer * n.x_steps + b_inner * n.x_row_steps.to(tl.int64)) * VARIANT.X_STEP
-    z = (outer * n.z_steps + b_inner * n.z_row_steps.to(tl.int64)) * VARIANT.Z_STEP
-    return p.x + group + x[:, None], p.z + group + z[:, None]
+    x = (outer * n.x_steps + inner * n.x_row_steps) * VARIANT.X_STEP + first_column(VARIANT)
+    z = (outer * n.z_steps + inner * n.z_row_steps) * VARIANT.Z_STEP + first_column(VARIANT)
+    return load(p.x + x[:, None], at, VARIANT), load(p.z + z[:, None], at, VARIANT)
 
 
 @triton.jit
-def weights(p, VARIANT: tl.constexpr):
-    """To the weights of the group; None where there are none."""
-    p_weight = p.weight
-    if p_weight is not None:
-        p_weight += tl.program_id(0) % VARIANT.GROUPS * VARIANT.N
-    return p_weight
+def first_column(VARIANT: tl.constexpr):
+    """Of this program's group."""
+    return tl.program_id(0) % VARIANT.GROUPS * VARIANT.N
 
 
 @triton.jit
 def dense_rows(at, VARIANT: tl.constexpr):
     """int64 [ROWS, 1]: where the group begins in rows that lie next to each other."""
-    return at.rows[:, None] * (VARIANT.GROUPS * VARIANT.N) + tl.program_id(0) % VARIANT.GROUPS * VARIANT.N
+    return at.rows[:, None] * (VARIANT.GROUPS * VARIANT.N) + first_column(VARIANT)
 
 
 @triton.jit
 def load(p_rows, at, VARIANT: tl.constexpr):
-    """fp32 blocks, as `rows.load_rows` gives them, of rows that begin at these pointers."""
+    """fp32 blocks, as of `rows.load_rows`, of rows that begin at these pointers."""
     b_row = ()
     for i in tl.static_range(blocks(VARIANT)):
         p_block = p_rows + block_cols(i, at, VARIANT)[None, :]
         b_row += (widen(tl.load(p_block, mask=block_mask(i, at, VARIANT), other=0.0)),)
     return b_row
+
+
+@triton.jit
+def weights(p, at, VARIANT: tl.constexpr):
+    """Those of the group, as of `rows.load_weights`."""
+    p_weight = p.weight
+    if p_weight is not None:
+        p_weight += first_column(VARIANT)
+    return load_weights(p_weight, at, VARIANT, VARIANT.OFFSET)
 
 
 @triton.jit
@@ -231,12 +232,14 @@ def squares(b_x, b_z, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def store_y(p_y, b_x, b_z, b_weight, b_rstd, at, VARIANT: tl.constexpr):
+def store_y(p, b_x, b_z, b_rstd, at, VARIANT: tl.constexpr):
+    b_weight = weights(p, at, VARIANT)
     for i in tl.static_range(blocks(VARIANT)):
         b_gate, _ = gate(b_z[i], VARIANT)
         b_hat = normalised(before_norm(b_x[i], b_gate, VARIANT), b_rstd, b_rstd, RMSNORM)
         b_y = behind_norm(affine(b_hat, block_of(b_weight, i), ()), b_gate, VARIANT)
-        tl.store(p_y + block_cols(i, at, VARIANT)[None, :], b_y, mask=block_mask(i, at, VARIANT))
+        o = dense_rows(at, VARIANT) + block_cols(i, at, VARIANT)[None, :]
+        tl.store(p.y + o, b_y, mask=block_mask(i, at, VARIANT))
 
 
 @triton.jit
@@ -253,9 +256,9 @@ def row_sums(b_x, b_z, b_dy, b_weight, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def store_gradients(p, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_products, eps, at, VARIANT: tl.constexpr):
+def store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_products, at, VARIANT: tl.constexpr):
     """Stores dx and dz where wanted; returns b_sums with the rows' part of dw."""
-    b_rstd = tl.where(at.m_row, inverse(b_squares, VARIANT.N, eps, RMSNORM), 0.0)  # without eps, that of no row is no number
+    b_rstd = tl.where(at.m_row, inverse(b_squares, VARIANT.N, n.eps, RMSNORM), 0.0)  # without eps, that of no row is no number
     b_c1 = b_products * b_rstd * b_rstd * (1.0 / VARIANT.N)
     b_upstream = ()
     b_normalised = ()

@@ -113,13 +113,13 @@ def test_slices_of_a_projection_and_its_heads_are_not_copied(device, monkeypatch
         check(projection[..., 52:].view(z.shape) if z.dim() == 3 else projection[..., 52:].unflatten(-1, (3, 16)), z)
 
 
-def test_rows_of_zeros_without_eps_are_no_numbers_in_themselves_alone(device):
+def test_without_eps_rows_that_are_not_there_add_nothing(device):
     x, z, weight = torch.ones(3, 24, device=device), torch.ones(3, 24, device=device), torch.ones(24, device=device)
     x.requires_grad_()
     weight.requires_grad_()
     y = gated_rms_norm_fn(x, z, weight, eps=0.0)
     dx, dweight = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
-    torch.testing.assert_close(dweight, 3 * torch.nn.functional.silu(z[0]))  # of a tile with more rows than there are
+    torch.testing.assert_close(dweight, 3 * torch.nn.functional.silu(z[0]))
     torch.testing.assert_close(dx, torch.zeros_like(x), atol=1e-6, rtol=0)
 
 

@@ -34,7 +34,7 @@ import configs
 import ops
 from ablation import kept, nanogpt, parity, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
-from ablation.gpu_time import attribute, loss_bytes, norm_bytes
+from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes
 from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
@@ -73,7 +73,8 @@ def task(arguments: list[str]) -> int:
     works = [prepare(variant) for variant in variants]
     with place(cfg, "ablate.py", LESS_MEMORY) as folder:
         device = torch.device(machine.inspect(cfg.device).device)
-        cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
+        with as_config_errors():
+            cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
         if cycles.exit_code is not None and (folder / "report.json").is_file():
             show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
             return cycles.exit_code
@@ -263,7 +264,7 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
         name: profile_step(
             partial(step, arm),
             precision.device,
-            arm.state.model if cell.mode in (EAGER, GRAPH) else None,
+            marked_sites(arm.state.model) if cell.mode in (EAGER, GRAPH) else None,
         )
         for name, arm in arms.items()
     }

@@ -93,9 +93,10 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
     versions = {name: here["versions"][name] for name in ("torch", "triton")}
     made = versions | {"card": here["gpu"]["name"] if here["gpu"] else "CPU"}
     # Seeds that are compared at a single rate may be those that choose among several.
-    store = Store(folder / "runs.jsonl", made | {"code": fingerprints()["step"], "several rates": len(study.rates) > 1})
-    replace_text(folder / "config.yaml", configs.to_yaml(cfg))
+    facts = made | {"code": fingerprints()["step"], "several rates": len(study.rates) > 1}
     with as_config_errors():
+        store = Store(folder / "runs.jsonl", facts)
+        replace_text(folder / "config.yaml", configs.to_yaml(cfg))
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
     return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
 

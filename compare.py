@@ -42,6 +42,7 @@ from study.runs import Runs
 from training.command import place, start
 from training.interrupt import show
 from training.precision import MixedPrecision
+from training.tracking import log_group
 
 LESS_MEMORY = "Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
 
@@ -69,7 +70,8 @@ def compare(study: Study, folder: Path, command: str) -> None:
     report.write(found, study, runs.found, facts, folder)
     show(tables.aligned(*report.table(found)))
     show(f"report: {relative(folder)}/report.md")
-    show(f"W&B: {tracking.log(study, found, runs.found, folder)}")
+    logged = tracking.runs_of(study, found, runs.found, folder)
+    show(f"W&B: {log_group(cfg.logging, folder, 'study', logged)}")
 
 
 def climb(studies: Mapping[str, Study], folder: Path) -> None:

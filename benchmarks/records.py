@@ -33,7 +33,7 @@ LLAMA, GEMMA = (GPT2.replace("model=gpt2", f"model={name}") for name in ("llama"
 CHAR = "ablate.py experiment=shakespeare_char"
 PARITY_FAILS = 1  # exit code of ablate.py: a record all the same
 # Files of an ablation that nobody reads again, and that are large.
-LEFT_OUT = ("kernels.jsonl", "cycles.jsonl", "config.yaml", ".lock", MARK)
+LEFT_OUT = ("kernels.jsonl", "config.yaml", ".lock", MARK)
 
 
 @dataclass(frozen=True)

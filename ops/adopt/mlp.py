@@ -20,11 +20,11 @@ from ..activation import Activation, gated_activation_fn
 from ..torch_state import has_hooks
 from .adopted import Adopted, Only, raised, replace, restore
 from .recognise import undisturbed
+from .results import difference, gradients
 from .stand_ins import clone_of
 
 # Names of the linear layers that give gate and value, or both in one, and of the one behind: Llama, Phi-3, Llama's own code.
 _LAYERS = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"), (("w1", "w3"), "w2"))
-_SAME = 1e-9  # of the values, in fp64
 
 
 # In PyTorch's operations, for tensors that the kernel does not take.
@@ -132,23 +132,20 @@ def _tried(module: Any, inputs: tuple[str, ...], last: str) -> Gated | str:
             expected = _results(clone, forward)
             for activation in Activation:
                 found = Gated(inputs, last, activation.name, function, kind)
-                ours = AdoptedMLP._ours(found, forward)
-                if all(
-                    torch.allclose(a, b, rtol=_SAME, atol=_SAME) for a, b in zip(expected, _results(clone, ours), strict=True)
-                ):
+                if not difference(expected, _results(clone, AdoptedMLP._ours(found, forward))):
                     return found
         except Exception as error:  # anybody's code
             return f"trying it {raised(error)}"
     return f"it computes something else than {', '.join(kind.name for kind in Activation)} of its gate times its value"
 
 
-def _results(module: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> list[Tensor]:
+def _results(module: nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> dict[str, Tensor]:
     """Values and gradients, in training and in evaluation; also where a clamp would be reached."""
-    found = []
+    found: dict[str, Tensor] = {}
     for training, size in product((True, False), (4.0, 40.0, 4000.0)):
         module.train(training)
         x = torch.linspace(-3, 3, 42, dtype=torch.float64).view(7, 6).sin().mul(size).requires_grad_()
-        y = forward(module, x)
-        upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-        found += [y, *torch.autograd.grad(y, [x, *module.parameters()], upstream)]
+        y = {"y": forward(module, x)}
+        results = y | gradients(y, {"x": x, **dict(module.named_parameters())})
+        found |= {f"{name}, {training}, {size}": t for name, t in results.items()}
     return found

@@ -17,22 +17,21 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .adopted import Only, adopted_class, raised, replace, restore
 from .attention import AdoptedAttention, Turn, norms_along, turning, with_names
 from .lazy import settled
 from .norms import AdoptedNorm
 from .recognise import undisturbed
+from .results import difference, floats_in, gradients
 from .stand_ins import clone_of
 
 _FUNCTIONS = re.compile("rotary|rope")
 _PAIRS = ((False, "halves"), (True, "halves"), (True, "neighbours"), (False, "once"))  # interleaved, angles
-# dtype, whether autocast is on, sequences with positions of their own, tokens, and the accepted ‖ours − its own‖ / ‖its own‖
-_CASES = (
-    (torch.float32, False, 2, 5, 1e-4), (torch.bfloat16, False, 1, 5, 0.05), (torch.float32, True, 2, 5, 0.05),
-    (torch.float32, False, 2, 1, 1e-4),
-)  # fmt: skip
+_FP32, _BF16 = torch.float32, torch.bfloat16
+# dtype, whether autocast is on, sequences with positions of their own, tokens
+_CASES = ((_FP32, False, 2, 5), (_BF16, False, 1, 5), (_FP32, True, 2, 5), (_FP32, False, 2, 1))
 
 
 def replace_rotary(model: nn.Module, *, only: Only = None) -> list[tuple[str, str]]:
@@ -126,31 +125,28 @@ def _turn(attention: nn.Module, angles: nn.Module, turn: Turn) -> Turn:
 
 
 def _compared(
-    attention: Any, turn: Turn, angles: Callable, dtype: torch.dtype, autocast: bool, sequences: int, tokens: int,
-    accepted: float,
-) -> tuple[str, ...]:  # fmt: skip
+    attention: Any, turn: Turn, angles: Callable, dtype: torch.dtype, autocast: bool, sequences: int, tokens: int
+) -> tuple[str, ...]:
     """The names of the norms that ours computes along, if it computes the same in this case."""
     attention.to(dtype)
     own: Any = attention._own.forward
     function, ours = own.__globals__[turn.function], turning(turn, _refuse)
     width = next(part.in_features for part in attention.modules() if isinstance(part, nn.Linear))
     x = (3.0 * torch.randn(2, tokens, width)).to(dtype).requires_grad_()
-    leaves = [x, *attention.parameters()]
+    leaves = {"x": x, **dict(attention.named_parameters())}
     along: set[tuple[str, ...]] = set()
 
     def both(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
-        results = []
+        results = list[dict[str, Tensor]]()
         for outputs in (function(settled(q), settled(k), *args, **kwargs), ours(q, k, *args, **kwargs)):
-            upstream = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t.dtype) for t in outputs]
-            gradients = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True, materialize_grads=True)
-            results.append([*outputs, *gradients])
-        for a, b in zip(*results, strict=True):
-            error, size = (float(t.double().square().sum()) for t in (a - b, a))
-            if not error <= accepted**2 * size or not (a.dtype == b.dtype or autocast):
-                raise _Left(f"{turn.function} computes something else than rotary_qk_fn")
+            found = floats_in(outputs, "it")
+            found |= gradients(found, leaves, retain_graph=True)
+            results.append({name: t.float() if autocast else t for name, t in found.items()})
+        if difference(results[0], results[1], _BF16 if autocast else dtype):
+            raise _Left(f"{turn.function} computes something else than rotary_qk_fn")
         names = {part: name for name, part in attention.named_children()}
         along.add(() if norms_along(q, k) is None else tuple(names[t.parts["branch_norm"]] for t in (q, k)))
-        return results[0][:2]
+        return results[0]["it[0]"], results[0]["it[1]"]
 
     with torch.no_grad():
         position_embeddings = angles(x, torch.randint(20, (sequences, tokens)))

@@ -19,7 +19,7 @@ from .blocks import AdoptedBlock, fuse
 from .loss import calls_loss, replace_loss, restore_loss
 from .mlp import replace_mlps
 from .norms import AdoptedNorm, Site, replace_norms
-from .results import difference, floats_in
+from .results import difference, floats_in, gradients
 from .rotary import replace_rotary
 from .trial import Trial, try_block
 
@@ -238,17 +238,12 @@ def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
             model.eval()
             args = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
             found = floats_in(model(*args, **(batch if isinstance(batch, Mapping) else {})), "output")
-            live = [y for y in found.values() if y.requires_grad]
-            live = [y for y in live if y.dim() == 0][:1] or live  # its loss
-            upstream = [torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype).cos() for y in live]
-            gradients: Any = [None] * len(parameters)
-            if live and parameters:
-                gradients = torch.autograd.grad(live, [*parameters.values()], upstream, allow_unused=True)
+            losses = {name: y for name, y in found.items() if y.requires_grad and y.dim() == 0}
+            found |= gradients(dict([*losses.items()][:1]) or found, parameters)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    named = {f"gradient of {name}": g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-    return {name: t.detach().clone() for name, t in (found | named).items()}
+    return {name: t.detach().clone() for name, t in found.items()}
 
 
 def _functional_norms(model: nn.Module) -> list[str]:

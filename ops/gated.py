@@ -157,7 +157,7 @@ class GatedNorm(kit.Op):
         work = Work(_vector(*b[:3], *written), _bytes(*b[:3]), 1, written_bytes=_bytes(*written), splittable=False)
         tile = backward_tile(o.group_size, work, facts)
         wants = kit.kernels("rows").Weights(sums, *[False] * 5)
-        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, RECOMPUTE=RECOMPUTE, WANTED=wants)
+        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=wants)
         launch = kit.Launcher(
             kernels.gated_norm_backward_kernel, kernels.BackwardPointers, b.x.device, ("x", "z"), num_warps=tile.warps,
             launch_pdl=pdl,
@@ -183,7 +183,6 @@ class GatedNorm(kit.Op):
 
 
 gated_norm = GatedNorm()
-RECOMPUTE = False
 
 
 def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> tuple[Any, int, bool | None]:

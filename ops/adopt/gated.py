@@ -16,7 +16,7 @@ from .adopted import Adopted
 from .recognise import GRADIENT_TOLERANCE, OUT_DTYPES, TOLERANCE, undisturbed
 from .stand_ins import clone_of
 
-_SIZES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 3.0)  # of rows: where eps counts much, little and nothing
+_SIZES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e3)  # of rows: where eps counts much, little and nothing
 
 
 @dataclass(frozen=True)

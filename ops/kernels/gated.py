@@ -22,7 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .activation import sigmoid
 from .constants import Constants
-from .cross_entropy import opaque
 from .norms import RMSNORM, inverse, norm_gradient, normalised
 from .nvidia import widen
 from .rows import (
@@ -58,7 +57,6 @@ class GatedVariant(Constants):
     TWO_LEVELS: bool  # rows lie at one distance within a token, and tokens at another
     LOOPED: bool = False
     STAGES: int = 1
-    RECOMPUTE: bool = False
     EARLY_START: bool = False
     WANTED: Weights | None = None
     SLICES: int = 1  # always, for `rows.blocks`
@@ -265,10 +263,7 @@ def store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_product
     b_upstream = ()
     b_normalised = ()
     for i in tl.static_range(blocks(VARIANT)):
-        b_again = b_z[i]
-        if VARIANT.RECOMPUTE:
-            b_again = opaque(b_again)
-        b_gate, b_slope = gate(b_again, VARIANT)
+        b_gate, b_slope = gate(b_z[i], VARIANT)
         b_h = before_norm(b_x[i], b_gate, VARIANT)
         b_hat = normalised(b_h, b_rstd, b_rstd, RMSNORM)
         b_u = behind_norm(b_dy[i], b_gate, VARIANT)

@@ -1,5 +1,6 @@
 """RMSNorm beside a gate, as Mamba-2, gated DeltaNet and Kimi's linear attention end with it."""
 
+from dataclasses import replace
 from enum import IntEnum
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -154,8 +155,7 @@ class GatedNorm(kit.Op):
         kernels, facts, N = kit.kernels("gated"), kit.device_facts(b.x.device), b.x.shape[-1]
         sums = wanted.dweight is not None
         written = [dtype for dtype in wanted[:2] if dtype]
-        work = Work(_vector(*b[:3], *written), _bytes(*b[:3]), 1, written_bytes=_bytes(*written), splittable=False)
-        tile = backward_tile(o.group_size, work, facts)
+        tile = _backward_tile(o.group_size, _vector(*b[:3], *written), _bytes(*b[:3]), _bytes(*written), facts)
         wants = kit.kernels("rows").Weights(sums, *[False] * 5)
         variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=wants)
         launch = kit.Launcher(
@@ -183,6 +183,17 @@ class GatedNorm(kit.Op):
 
 
 gated_norm = GatedNorm()
+
+
+def _backward_tile(n: int, vector: int, row_bytes: int, written_bytes: int, facts: Device) -> Tile:
+    """That of a norm with a branch, whose second x̂ takes as many registers as the gate; with two tiles ahead, where one alone
+    takes a third more time, and at most 24 columns in a thread."""
+    work = Work(vector, row_bytes, 2, written_bytes=written_bytes, splittable=False, branch=True)
+    tile = backward_tile(n, work, facts)
+    ahead = 2 * tile.programs_per_sm * tile.rows * -(-n // tile.block_n) * tile.block_n * row_bytes
+    if tile.looped or ahead + 4096 > facts.shared_memory:
+        return tile
+    return replace(tile, warps=tile.warps * (2 if n > 24 * 32 * tile.warps else 1), stages=max(3, tile.stages))
 
 
 def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> tuple[Any, int, bool | None]:

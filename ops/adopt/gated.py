@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ class AdoptedGatedNorm(Adopted):
         options = o.eps, o.norm_before_gate, o.group_size, o.activation.name, o.zero_centered_weight
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given: dict[str, Any] = {**dict(zip(formula.arguments, args, strict=False)), **kwargs}
-            x, z = [given.get(name) for name in formula.arguments]
+            given = {**dict(zip(formula.arguments, args, strict=False)), **kwargs}
+            x, z = map(cast(Any, given).get, formula.arguments)
             if len(args) + len(kwargs) != 2 or not (_is_known(x) and _is_known(z)) or x.shape != z.shape:
                 return recognised(self, *args, **kwargs)  # without a gate, or what it raises
             (weight,) = self._parameters.values()

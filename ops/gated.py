@@ -56,7 +56,7 @@ def gated_rms_norm_fn(
     group = width if group_size is None else checks.as_size(name, "group_size", group_size, 1)
     if width % group:
         raise ValueError(f"{name}: group_size is {group}, expected a divisor of the {width} columns of x")
-    if activation not in GATES:
+    if not isinstance(activation, str) or activation not in GATES:
         raise ValueError(f"{name}: activation is {activation!r}, accepted: {', '.join(GATES)}")
     if out_dtype is not None and out_dtype not in dtypes:
         raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")

@@ -150,6 +150,7 @@ def test_fp64_is_computed_by_pytorch(device):
         ({"weight": torch.ones(4)}, r"weight has shape \(4,\), expected \(8,\)"),
         ({"group_size": 3}, "group_size is 3, expected a divisor of the 8 columns of x"),
         ({"activation": "gelu"}, "activation is 'gelu', accepted: silu, sigmoid"),
+        ({"activation": ["silu"]}, r"activation is \['silu'\], accepted: silu, sigmoid"),
         ({"eps": -1.0}, "eps must be a number of 0 or more"),
         ({"out_dtype": torch.int8}, "out_dtype is torch.int8, accepted on"),
     ],

@@ -45,11 +45,11 @@ from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import launches, profile_step, shares
 from measure.comparison import TORCH, compare_all, conclusion, cycle_times, is_twin
-from measure.environment import environment
+from measure.environment import environment, libraries
 from measure.files import relative, replace_text
 from measure.progress import progress
 from measure.schedule import Cycle
-from measure.sources import fingerprints
+from measure.sources import code
 from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
@@ -73,7 +73,7 @@ def task(arguments: list[str]) -> int:
     works = [prepare(variant) for variant in variants]
     with place(cfg, "ablate.py", LESS_MEMORY) as folder:
         device = torch.device(machine.inspect(cfg.device).device)
-        cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
+        cycles = Kept(folder / kept.FILE, kept.facts_of(variants, environment(device)))
         if cycles.exit_code is not None and (folder / "report.json").is_file():
             show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
             return cycles.exit_code
@@ -130,10 +130,6 @@ def prepare(variant: Variant) -> Work:
     return Work(variant, precision, corpus, " ".join(size))
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    return environment(device) | {"sources": fingerprints()}
-
-
 # ---- the ablation: each variant eager and compiled, then its parity ----------------------------------------------------------
 
 
@@ -153,7 +149,7 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
     found = Ablation(
         cells=[],
         parity=[],
-        environment=facts(device),
+        environment=environment(device),
         command=command,
         config=configs.to_yaml(works[0].variant.cfg),
         kernels=ops.backend_for(device) != "PyTorch reference",
@@ -180,7 +176,8 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
                 found.cells.append(measure(work, part, cycles, bar.update))
             bar.update(sum(ticks[:done]) - bar.n)
             found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
-            so_far = replace(found, unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
+            found.environment["versions"] |= libraries()  # of arms that were built since
+            so_far = replace(found, code=code(), unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
             records.save(so_far, folder)
             report.write(so_far, folder)
     return found

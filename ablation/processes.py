@@ -18,7 +18,7 @@ import numpy as np
 
 from measure.comparison import TWIN, differs, is_twin, reach
 from measure.files import json_text, relative, replace_text
-from measure.sources import ROOT
+from measure.sources import ROOT, together
 from measure.statistics import Interval, mean_interval
 from measure.tables import capital, interval_text, label, markdown, wrapped
 from training.interrupt import show
@@ -47,7 +47,8 @@ def ablate(arguments: Sequence[str], count: int, folder: Path) -> int:
         if code not in (0, 1) or len(reports) < number or reports[-1]["unfinished"]:
             return code
     command, found = shlex.join(["python", "ablate.py", *arguments]), speedups(reports)
-    replace_text(folder / REPORT, json_text({"command": command, "pairs": found}, indent=1) + "\n")
+    ran = {"environment": reports[0]["environment"], "code": together([of["code"] for of in reports])}
+    replace_text(folder / REPORT, json_text({"command": command, **ran, "pairs": found}, indent=1) + "\n")
     words = report(found, reports)
     replace_text(folder / "report.md", f"{words}\n\n## Command\n\n```\n{command}\n```\n")
     show(f"{words}\n\nreport: {relative(folder)}/report.md")

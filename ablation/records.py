@@ -114,6 +114,7 @@ class Ablation:
     config: str  # YAML
     kernels: bool  # whether fused ran kernels; else the PyTorch reference
     notes: list[str] = field(default_factory=list)  # what a reader must know beside the figures
+    code: dict[str, Any] = field(default_factory=dict)  # what ran, of measure/sources.py
     unfinished: str = ""  # how much there is of what was asked for, if not all
 
 

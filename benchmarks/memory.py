@@ -66,7 +66,7 @@ def bytes_of(function: Function, inputs: TensorSet, device: torch.device) -> dic
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     device, names = options.device, command.importable(options.provider, COMPARED)
-    results = command.open_results(options, names)
+    results = command.open_results(options)
     with timing.side_stream(device):
         for case, stream, provider in product(("dropout_add_ln", "dropout_add_rms"), ("bf16", "fp32"), names):
             shape = Shape(CASES[case], stream, "bf16", command.rows_on(device, ROWS), WIDTH)

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown := [name for name in options.names if name not in by_name]:
         parser.error(f"{', '.join(unknown)}: no such record; there are {', '.join(by_name)}")
     here = torch.cuda.is_available()
-    facts = command.environment(torch.device("cuda", 0) if here else torch.device("cpu"), {})
+    facts = command.environment(torch.device("cuda", 0) if here else torch.device("cpu"))
     folder, git = command.FOLDER / command.slug(facts), facts["git"]
     left = [record for record in RECORDS if not (git and is_done(record, folder, git["revision"]))]
     if options.list:

@@ -38,7 +38,7 @@ from ablation.gpu_time import attribute, loss_bytes, norm_bytes
 from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
-from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
+from ablation.variants import IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
 from configs import Config, as_config_errors, keys, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
@@ -260,7 +260,8 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
         name: profile_step(
             partial(step, arm),
             precision.device,
-            arm.state.model if cell.mode in (EAGER, GRAPH) else None,
+            arm.state.model,
+            compiled=cell.mode in IS_COMPILED,
         )
         for name, arm in arms.items()
     }

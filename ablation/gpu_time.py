@@ -14,6 +14,7 @@ from measure.comparison import is_twin
 from training.precision import MixedPrecision
 
 IDLE = "idle"  # the part of a timed step that is no GPU time of the profile
+WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
 
 
 def parts_ms(cell: Cell) -> dict[str, dict[str, float]]:
@@ -86,8 +87,8 @@ def attribute(
         limit    = t / (t − (n − m))         Amdahl (AFIPS 1967): 1 / ((1 − f) + f / k) with f = n/t and k = n/m
         realised = (n − n_subject) / (n − m)
 
-    Where n ≤ m (sites that stay in cache) there is nothing to gain: limit 1, realised 0. In a CPU-bound step GPU time saved is
-    not step time saved, and fewer launches may save more than the limit.
+    Where n ≤ m (sites that stay in cache) there is nothing to gain: limit 1, realised 0. A base whose step is CPU-bound has
+    neither: GPU time saved is not step time saved, and fewer launches save more.
 
     Args:
         steps_ms: of each base, measured without a profiler.
@@ -95,8 +96,9 @@ def attribute(
     """
     spent = {name: sum(share.ms for share in of if share.group == group) for name, of in shares.items()}
     least = fewest_bytes / copy_gb_per_s / 1e6
-    gains = {base: max(0.0, spent[base] - least) for base in steps_ms}
+    bound = {base: ms for base, ms in steps_ms.items() if sum(share.ms for share in shares[base]) >= (1 - WAITING) * ms}
+    gains = {base: max(0.0, spent[base] - least) for base in bound}
     # A profiled step is slower than one that is not, and may spend more on norms than that takes; no step beats its sites.
-    limits = {base: max(1.0, ms / max(ms - gains[base], least)) if gains[base] else 1.0 for base, ms in steps_ms.items()}
+    limits = {base: max(1.0, ms / max(ms - gains[base], least)) if gains[base] else 1.0 for base, ms in bound.items()}
     realised = {base: (spent[base] - spent[subject]) / gain if gain else 0.0 for base, gain in gains.items()}
     return Attribution(shares, fewest_bytes, copy_gb_per_s, limits, realised, group=group)

@@ -33,7 +33,8 @@ class Attribution:
     shares: dict[str, list[Share]]  # by arm
     norm_bytes: int  # the fewest that the norm sites of a step must move, or its loss where that is compared
     copy_gb_per_s: float  # measured in the same process
-    limits: dict[str, float]  # Amdahl limit, by base: the speed-up over it of a step whose norm sites run at copy bandwidth
+    # Amdahl limit, by base: the speed-up over it of a step whose norm sites run at copy bandwidth. A CPU-bound base has none.
+    limits: dict[str, float]
     realised: dict[str, float]  # by base: of the time up to that limit, the part that the subject saves; 1 is all
     kernels: dict[str, list[Kernel]] = field(default_factory=dict)  # by arm: what the shares are sums of, longest first
     group: str = "norm"  # of the shares: what is compared

@@ -82,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def markdown(file: dict[str, Any]) -> str:
     rows = []
     for r in file["records"]:
-        if r["N"] == WIDTH:  # older records have others
-            mib = [NOTHING if r[what] is None else f"{r[what] / r['blocks'] / 2**20:.0f}" for what in ("kept", "peak")]
-            rows.append([CASES[r["case"]].label, r["residual_dtype"], f"{r['M']} × {r['N']}", r["provider"], *mib])
+        mib = [NOTHING if r[what] is None else f"{r[what] / r['blocks'] / 2**20:.0f}" for what in ("kept", "peak")]
+        rows.append([CASES[r["case"]].label, r["residual_dtype"], f"{r['M']} × {r['N']}", r["provider"], *mib])
     return compact_markdown(HEADER, rows)
 
 

@@ -75,7 +75,8 @@ def path_of(folder: Path, name: str) -> Path:
 def ablations_of(folder: Path, names: Sequence[str]) -> Files:
     """The reports of these ablations, or of all in the folder, but for those of several processes."""
     found = {
-        name: load(folder / name / "report.json") for name in names or sorted(p.parent.name for p in folder.glob("*/*.json"))
+        name: load(folder / name / "report.json")
+        for name in names or sorted(p.parent.name for p in folder.glob("*/report.json"))
     }
     return {name: file for name, file in found.items() if "cells" in file}
 
@@ -110,6 +111,7 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
     rows = []
     for name, cell in cells:
         ms, other = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}, fastest(cell)
+        limits = (cell["attribution"] or {"limits": {}})["limits"]
         rows.append([
             f"[{name}]({root}/{name}/report.md), {title_of(cell)}",
             ms[TORCH],
@@ -118,7 +120,7 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
             interval_text(speedup(cell, other)),
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
             " and ".join(interval_text(speedup(cell, b, b + TWIN)) for b, of in cell["pairs"].items() if b + TWIN in of),
-            NOTHING if cell["attribution"] is None else f"{cell['attribution']['limits'][other]:.3f}",
+            f"{limit:.3f}" if (limit := limits.get(other)) else NOTHING,
         ])  # fmt: skip
     header = ["configuration", "torch ms", "fastest other arm, ms", "fused ms", "speed-up over it (95 %)", "over torch"]
     return compact_markdown([*header, "A/A (95 %)", "Amdahl limit"], rows)

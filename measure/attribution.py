@@ -8,7 +8,7 @@ names its kernels after the operators in them; there the name decides.
     GEMM       matrix products, forward and backward; not the casts of their weights, nor the sums that are bias gradients
     attention  scaled_dot_product_attention, forward and backward; not its projections or copies around it
     norm       norm sites: dropout, drop path, residual add, norm and their casts; also the norms and the rotary positions of
-               queries and keys
+               queries and keys, but not the split of a projection that has neither
     loss       log-softmax and likelihood, with the casts around them; the head's product is a GEMM
     optimizer  update, clipping, loss scaling
     other      embeddings, activations, copies to the GPU, and casts
@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -35,6 +35,7 @@ from model.norm import NormSite
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
 NORM_SITE = "prenorm norm site"  # the range around a site's forward
+QUERY_KEY_SITE = "prenorm query and key site"  # stands around what torch.compile makes of a model that has such
 LOSS_SITE = "prenorm loss"  # around PyTorch's loss where it runs eager
 
 
@@ -67,32 +68,35 @@ class Launch(NamedTuple):
 
 
 def profile_step(
-    step: Callable[[], object], device: torch.device, model: nn.Module | None, *, steps: int = 3, warmup: int = 2
+    step: Callable[[], object], device: torch.device, model: nn.Module, *, compiled: bool, steps: int = 3, warmup: int = 2
 ) -> list[Kernel]:
     """What a step launches on a GPU, and how long that runs.
 
     Args:
         step: one training step.
-        model: the module whose norm sites are to be marked. None where the step runs compiled: there, marks would make
-            torch.compile start anew, and vanish in its kernels.
+        model: the module whose norm sites are to be marked.
+        compiled: whether the step runs compiled: there, marks would make torch.compile start anew, and vanish in its kernels.
         steps: profiled steps; results are their mean.
         warmup: steps before them, unmarked.
     """
     for _ in range(warmup):
         step()
     torch.cuda.synchronize(device)
-    marked = nullcontext() if model is None else marked_sites(model)
-    with marked, profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with (
+        nullcontext() if compiled else marked_sites(model),
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler,
+    ):
         for _ in range(steps):
             step()
         torch.cuda.synchronize(device)
-    launches = gpu_launches(list(profiler.events() or ()))
-    return summed(launches if model is None else map(with_compiled_site, launches), steps)
+    turns = any(getattr(module, name, None) is not None for module in model.modules() for name in ("rotary", "query_norm"))
+    marks = () if compiled and not turns else (QUERY_KEY_SITE,) if compiled else (NORM_SITE,)
+    return summed((with_marks(launch, marks) for launch in gpu_launches(list(profiler.events() or ()))), steps)
 
 
-def with_compiled_site(launch: Launch) -> Launch:
-    """Of a model that runs eager, torch.compile makes kernels for norm sites and the loss alone. They count as marked."""
-    return launch._replace(within=(*launch.within, NORM_SITE)) if launch.name.startswith("triton_") else launch
+def with_marks(launch: Launch, marks: tuple[str, ...]) -> Launch:
+    """Puts what torch.compile has made inside of these: of a model that runs eager it makes norm sites and the loss alone."""
+    return launch._replace(within=(*launch.within, *marks)) if launch.name.startswith("triton_") else launch
 
 
 def summed(launches: Iterable[Launch], steps: int) -> list[Kernel]:
@@ -136,7 +140,7 @@ RULES = (
     # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
     ("loss", r"^kernel triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
-    # Sites that are compiled alone; see `with_compiled_site`.
+    # Sites that are compiled alone; see `with_marks`.
     ("norm", rf"^kernel triton_.*\n(within .*\n)*within {NORM_SITE}$"),
     # A bias gradient: the sum, over rows, of what a dropout's backward gives, made anew for it. It takes as long as the plain
     # triton_red_fused_sum_view_ that stands in its place with fused norms.
@@ -146,8 +150,8 @@ RULES = (
     # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.
     ("norm", r"^kernel triton_poi_fused__to_copy_view_\d+$"),
     # The turn of queries and keys joins two halves, and its backward the gradients of queries, keys and values. So does that of
-    # a gated MLP, with its activation in the name.
-    ("norm", r"^kernel triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_"),
+    # a gated MLP, with its activation in the name. Where nothing is turned or normed, the split of the projection joins them.
+    ("norm", rf"^kernel triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_.*\n(within .*\n)*within {QUERY_KEY_SITE}$"),
     ("other", r"^kernel triton_(?!tem_|mm)"),
     # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
     # programs' partial sums of the latter up by an operator; it calls sum for nothing else.
@@ -188,13 +192,23 @@ def marked_sites(model: nn.Module) -> Iterator[None]:
     own = losses.cross_entropy
     losses.cross_entropy = record_function(LOSS_SITE)(own)
     for site in sites:
-        site.forward = record_function(NORM_SITE)(site.forward)  # type: ignore[method-assign]
+        site.forward = _marked(site)  # type: ignore[method-assign]
     try:
         yield
     finally:
         losses.cross_entropy = own
         for site in sites:
             del site.forward  # that of its class is left
+
+
+def _marked(site: nn.Module) -> Callable[..., Any]:
+    own, marked = site.forward, record_function(NORM_SITE)(site.forward)
+
+    def query_key_forward(qkv: Tensor, rotary: Tensor | None, query_norm: nn.Module | None, key_norm: nn.Module | None) -> Any:
+        split_alone = rotary is None and query_norm is None
+        return (own if split_alone else marked)(qkv, rotary, query_norm, key_norm)
+
+    return query_key_forward if isinstance(site, QueryKeySite) else marked
 
 
 def gpu_launches(events: Sequence[FunctionEvent]) -> list[Launch]:

@@ -1,20 +1,58 @@
 """Where the GPU time of a step goes, and what any kernel of a norm, or of the loss, could save of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
 
 from ablation.records import Attribution, Cell
 from configs import Config
 from configs.schema import BlockLayout, Positions, ResidualDtype
-from measure.attribution import Share
+from measure.attribution import LOSS_SITE, NORM_SITE, Share
 from measure.comparison import is_twin
+from model import loss as losses
+from model.attention import QueryKeySite
+from model.norm import NormSite
 from training.precision import MixedPrecision
 
 IDLE = "idle"  # the part of a timed step that is no GPU time of the profile
 WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
+
+
+@contextmanager
+def marked_sites(model: nn.Module) -> Iterator[None]:
+    """A range named NORM_SITE around each forward of the model's norm sites, and LOSS_SITE around its loss."""
+    sites = [module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)]
+    own = losses.cross_entropy
+    losses.cross_entropy = record_function(LOSS_SITE)(own)
+    for site in sites:
+        site.forward = _marked(site)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        losses.cross_entropy = own
+        for site in sites:
+            del site.forward  # that of its class is left
+
+
+def _marked(site: nn.Module) -> Callable[..., Any]:
+    own, marked = site.forward, record_function(NORM_SITE)(site.forward)
+
+    def query_key_forward(qkv: Tensor, rotary: Tensor | None, query_norm: nn.Module | None, key_norm: nn.Module | None) -> Any:
+        split_alone = rotary is None and query_norm is None
+        return (own if split_alone else marked)(qkv, rotary, query_norm, key_norm)
+
+    return query_key_forward if isinstance(site, QueryKeySite) else marked
+
+
+def turns(cfg: Config) -> bool:
+    """Whether queries and keys are normed or turned."""
+    return cfg.model.qk_norm or cfg.model.positions == Positions.rotary
 
 
 def parts_ms(cell: Cell) -> dict[str, dict[str, float]]:
@@ -60,7 +98,7 @@ def norm_bytes(cfg: Config, precision: MixedPrecision) -> int:
     final = (branches + stream + compute) + (compute + min(2 * stream, branches + stream) + stream + dx)
     sites = model.layers * (1 if parallel else 2)  # and the final norm
     per_token = model.width * (first + (sites - 1) * other + final)
-    if model.qk_norm or model.positions == Positions.rotary:
+    if turns(cfg):
         kv_heads = model.kv_heads or model.heads
         heads = (model.heads + kv_heads) * (5 if model.qk_norm else 4) + kv_heads * 2
         per_token += model.layers * heads * (model.width // model.heads) * compute

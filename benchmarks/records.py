@@ -34,7 +34,7 @@ LLAMA, GEMMA = (GPT2.replace("model=gpt2", f"model={name}") for name in ("llama"
 CHAR = "ablate.py experiment=shakespeare_char"
 PARITY_FAILS = 1  # exit code of ablate.py: a record all the same
 # Files of an ablation or a study that nobody reads again, and that are large.
-LEFT_OUT = ("kernels.jsonl", "cycles.jsonl", "config.yaml", ".lock", MARK)
+LEFT_OUT = ("kernels.jsonl", "config.yaml", ".lock", MARK)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ RECORDS = (
     Record("llama_mlp", f"{LLAMA} model.dropout=0.0 ablate.switch=mlp ablate.graph=true", 3),
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich ablate.graph=true", 4.5),
     Record("shakespeare_char", CHAR, 3.5),
-    Record("adoption", "-m benchmarks.adoption", 4),
+    Record("adoption", "-m adoption.benchmark", 4),
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 3),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("activation", "-m benchmarks.activation", 1),

@@ -18,20 +18,15 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
-
-from model import loss as losses
-from model.attention import QueryKeySite
-from model.norm import NormSite
+from torch.profiler import ProfilerActivity, profile
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
 NORM_SITE = "prenorm norm site"  # the range around a site's forward
@@ -68,35 +63,39 @@ class Launch(NamedTuple):
 
 
 def profile_step(
-    step: Callable[[], object], device: torch.device, model: nn.Module, *, compiled: bool, steps: int = 3, warmup: int = 2
+    step: Callable[[], object],
+    device: torch.device,
+    marks: AbstractContextManager[object] | None,
+    within: str,
+    *,
+    steps: int = 3,
+    warmup: int = 2,
 ) -> list[Kernel]:
     """What a step launches on a GPU, and how long that runs.
 
     Args:
         step: one training step.
-        model: the module whose norm sites are to be marked.
-        compiled: whether the step runs compiled: there, marks would make torch.compile start anew, and vanish in its kernels.
+        marks: ranges NORM_SITE around the norm sites of the model, and LOSS_SITE around its loss. None where the step runs
+            compiled: there, marks would make torch.compile start anew, and vanish in its kernels.
+        within: the range around what torch.compile has made: NORM_SITE of a model that runs eager, QUERY_KEY_SITE of a compiled
+            one that norms or turns queries and keys, or "".
         steps: profiled steps; results are their mean.
         warmup: steps before them, unmarked.
     """
     for _ in range(warmup):
         step()
     torch.cuda.synchronize(device)
-    with (
-        nullcontext() if compiled else marked_sites(model),
-        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler,
-    ):
+    with marks or nullcontext(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize(device)
-    turns = any(getattr(module, name, None) is not None for module in model.modules() for name in ("rotary", "query_norm"))
-    marks = () if compiled and not turns else (QUERY_KEY_SITE,) if compiled else (NORM_SITE,)
-    return summed((with_marks(launch, marks) for launch in gpu_launches(list(profiler.events() or ()))), steps)
+    launches = gpu_launches(list(profiler.events() or ()))
+    return summed((with_mark(launch, within) for launch in launches), steps)
 
 
-def with_marks(launch: Launch, marks: tuple[str, ...]) -> Launch:
-    """Puts what torch.compile has made inside of these: of a model that runs eager it makes norm sites and the loss alone."""
-    return launch._replace(within=(*launch.within, *marks)) if launch.name.startswith("triton_") else launch
+def with_mark(launch: Launch, within: str) -> Launch:
+    """What torch.compile has made, within this: of a model that runs eager it makes norm sites and the loss alone."""
+    return launch._replace(within=(*launch.within, within)) if within and launch.name.startswith("triton_") else launch
 
 
 def summed(launches: Iterable[Launch], steps: int) -> list[Kernel]:
@@ -140,7 +139,7 @@ RULES = (
     # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
     ("loss", r"^kernel triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
-    # Sites that are compiled alone; see `with_marks`.
+    # Sites that are compiled alone; see `with_mark`.
     ("norm", rf"^kernel triton_.*\n(within .*\n)*within {NORM_SITE}$"),
     # A bias gradient: the sum, over rows, of what a dropout's backward gives, made anew for it. It takes as long as the plain
     # triton_red_fused_sum_view_ that stands in its place with fused norms.
@@ -183,32 +182,6 @@ def group_of(name: str, within: tuple[str, ...] = (), forward: tuple[str, ...] =
 
 
 # --- what launched it ---
-
-
-@contextmanager
-def marked_sites(model: nn.Module) -> Iterator[None]:
-    """A range named NORM_SITE around each forward of the model's norm sites, and LOSS_SITE around its loss."""
-    sites = [module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)]
-    own = losses.cross_entropy
-    losses.cross_entropy = record_function(LOSS_SITE)(own)
-    for site in sites:
-        site.forward = _marked(site)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        losses.cross_entropy = own
-        for site in sites:
-            del site.forward  # that of its class is left
-
-
-def _marked(site: nn.Module) -> Callable[..., Any]:
-    own, marked = site.forward, record_function(NORM_SITE)(site.forward)
-
-    def query_key_forward(qkv: Tensor, rotary: Tensor | None, query_norm: nn.Module | None, key_norm: nn.Module | None) -> Any:
-        split_alone = rotary is None and query_norm is None
-        return (own if split_alone else marked)(qkv, rotary, query_norm, key_norm)
-
-    return query_key_forward if isinstance(site, QueryKeySite) else marked
 
 
 def gpu_launches(events: Sequence[FunctionEvent]) -> list[Launch]:

@@ -28,7 +28,7 @@ def ran(tmp_path, monkeypatch):
         commands.append(words[1:])
         record = {"command": f"python {shlex.join(words[1:])}", "environment": ENVIRONMENT | {"git": GIT}, "unfinished": ""}
         record["code"] = {"modules": {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}}
-        folder, files = here, {f"{words[2].removeprefix('benchmarks.')}.json": json.dumps(record)}
+        folder, files = here, {f"{words[2].removeprefix('benchmarks.').removesuffix('.benchmark')}.json": json.dumps(record)}
         if "--models" in words:
             files = {"norms_models.json": json.dumps(record)}
         if words[1] in ("ablate.py", "compare.py"):

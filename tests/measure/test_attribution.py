@@ -9,10 +9,12 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from ablation.arms import build_arm
+from ablation.gpu_time import marked_sites
 from configs.schema import LossImpl, NormKind
 from data import Batches
 from measure import attribution
 from measure.attribution import LOSS_SITE, NORM_SITE, Kernel, Launch, gpu_launches, group_of, shares, summed
+from model import loss as losses
 from model.loss import cross_entropy
 from tests.runs import config, precision
 
@@ -66,11 +68,11 @@ def test_a_kernels_name_and_place_give_its_group():
     # In a model that runs eager, what torch.compile makes are sites, whose names may tell nothing, and the loss.
     compiled = [Launch("triton_poi_fused_add_0", 1.0), Launch("triton_red_fused_nll_loss_1", 1.0), Launch(ELEMENTWISE, 1.0)]
     assert [group_of(*launch[:1]) for launch in compiled] == ["other", "loss", "other"], "of a model that is compiled whole"
-    marked = [attribution.with_marks(launch, (NORM_SITE,)) for launch in compiled]
+    marked = [attribution.with_mark(launch, NORM_SITE) for launch in compiled]
     assert [group_of(m.name, m.within) for m in marked] == ["norm", "loss", "other"]
     # The gradients of queries, keys and values are joined by their turn, or by the split of a projection alone.
     joined = Launch("triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6", 1.0)
-    turned = attribution.with_marks(joined, (attribution.QUERY_KEY_SITE,))
+    turned = attribution.with_mark(joined, attribution.QUERY_KEY_SITE)
     assert [group_of(j.name, j.within) for j in (joined, turned)] == ["other", "norm"]
 
 
@@ -83,10 +85,10 @@ def operators():
         batches = Batches(tokens, context=cfg.model.context, batch_size=2, seed=0)
         arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY), batches)
         arm.step(0)
-        with attribution.marked_sites(arm.state.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with marked_sites(arm.state.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
             arm.step(1)
         assert not any("forward" in vars(module) for module in arm.state.model.modules()), "the marks are gone"
-        assert attribution.losses.cross_entropy is cross_entropy, "the mark of the loss too"
+        assert losses.cross_entropy is cross_entropy, "the mark of the loss too"
         events = [e for e in profiler.events() if e.device_type == DeviceType.CPU and not e.is_async]
         place = attribution.places(events)
         return [Launch(e.name, e.self_cpu_time_total, *place(e)) for e in events if not e.is_user_annotation]

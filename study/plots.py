@@ -60,7 +60,7 @@ def rates(study: Study, found: Found, made: Report, path: Path, footer: str) -> 
     if max(losses, default=0.0) > top:
         said.append(f"losses above {top:.2f} are drawn there")
     axes.set(xscale="log", xlabel="learning rate", ylabel="last validation loss, nats per token")
-    tried = [run.rate for of in ended.values() for run in of]
+    tried = [run.rate for of in ended.values() for run in of] or study.rates
     ticks = [rate for rate in study.rates if min(tried) <= rate <= max(tried)]
     axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
     axes.set_xlim(0.85 * min(tried), 1.15 * max(tried))

@@ -8,8 +8,10 @@ from typing import Any
 from benchmarks.cases import BOTH, CASES, DIRECTIONS, MODEL_WIDTHS, SITES
 from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS
+from measure.comparison import TORCH
 from measure.plots import ARMS, GREY, bare, finish, legend_below, pyplot
-from measure.tables import NOTHING, aligned, compact_markdown, machine
+from measure.statistics import Interval
+from measure.tables import NOTHING, aligned, compact_markdown, interval_text, machine
 
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
     "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy",
@@ -100,6 +102,20 @@ def _cell(records: Sequence[Record]) -> str:
     low, high = peer.get("times_ours_95") or (1.0, 1.0)  # none of few rounds
     mark = "**" if low > 1.0 else "*" if high < 1.0 else ""
     return f"{mark}{ours}{mark} / {percent(peer)} {peer['provider'].partition('-')[0]}"
+
+
+def adoption(file: File) -> str:
+    """A row for each model: milliseconds of a step plain, adopted and with Liger's kernels, and what adoption gains."""
+    rows = []
+    for kind in dict.fromkeys(record["model"] for record in file["records"]):
+        of = {r["arm"]: r for r in file["records"] if r["model"] == kind and not r.get("error")}
+        arms = [of.get(name, {}) for name in (TORCH, "adopted", "Liger")]
+        adopted = arms[1]
+        gains = [interval_text(Interval(*over) if (over := adopted.get(f"over {base}")) else None) for base in (TORCH, "Liger")]
+        cells = [f"{arm[what]:.1f}" if arm.get(what) else NOTHING for what in ("ms", "peak_gb") for arm in arms]
+        rows.append([f"{kind}, {file['records'][0]['parameters'] / 1e6:.0f}M", *cells[:3], *gains, *cells[3:]])
+    header = ["a step, ms", "plain", "adopted", "with Liger", "adopted over plain (95 %)", "adopted over Liger"]
+    return compact_markdown([*header, "GiB plain", "adopted", "Liger"], rows)
 
 
 # ---- the picture ------------------------------------------------------------------------------------------------------------

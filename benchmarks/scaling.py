@@ -33,6 +33,7 @@ import configs
 from benchmarks import command
 from benchmarks.command import Record
 from configs import machine, rules
+from measure import sources
 from measure.comparison import cycle_times
 from measure.progress import progress, show_current
 from measure.schedule import block_orders
@@ -108,8 +109,7 @@ def turn(ranks: int, warm_up: int, keys: Sequence[str]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     cells = {f"{way} {ranks}": cell_of(options, way, ranks) for way in options.parallel for ranks in options.ranks}
-    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if options.device.type == "cuda" else None
-    results = command.open_results(options, others=nccl)
+    results = command.open_results(options)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in cells}
     with progress(2 * options.rounds * len(cells), "scaling", "turn") as bar:
         for order in block_orders(list(cells), options.rounds, 0):
@@ -117,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 show_current(bar, name)
                 facts, keys = cells[name]
                 turns[name].append(turn(facts["ranks"], options.warm_up, keys))
+                results.of_others = [sources.together([*results.of_others, turns[name][-1].pop("code")])]
                 bar.update()
             results.records.clear()  # those of fewer rounds
             results.add(

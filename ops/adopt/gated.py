@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gated import Gate, Options, gated_rms_norm_fn, reference
-from .adopted import Adopted
+from .adopted import Adopted, in_place_of
 from .recognise import GRADIENT_TOLERANCE, OUT_DTYPES, TOLERANCE, undisturbed
 from .stand_ins import clone_of
 
@@ -33,11 +33,10 @@ class GatedFormula:
 class AdoptedGatedNorm(Adopted):
     """A gated norm of somebody's model that runs `gated_rms_norm_fn`."""
 
-    _what = "gated norm"
     _how: GatedFormula
 
     @classmethod
-    def _ours(cls, formula: GatedFormula, recognised: Any) -> Callable:
+    def _made(cls, own: Any, formula: GatedFormula, recognised: Any) -> dict[str, Any]:
         o = formula.options
         options = o.eps, o.norm_before_gate, o.group_size, o.activation.name, o.zero_centered_weight
 
@@ -49,7 +48,7 @@ class AdoptedGatedNorm(Adopted):
             (weight,) = self._parameters.values()
             return gated_rms_norm_fn(x, z, weight, *options, OUT_DTYPES[formula.out_dtype](x.dtype, weight.dtype))
 
-        return forward
+        return {"forward": in_place_of(recognised, own, forward)}
 
 
 def _is_known(t: Any) -> bool:

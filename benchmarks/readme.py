@@ -7,9 +7,9 @@ python -m benchmarks.readme --check    fails if a table or a figure is not what 
     anything here is replaced
     <!-- end of benchmarks -->
 
-Words behind the GPU's name choose rows: of `norms_models` widths, of `ablation` and `headline` records. `headline` has a line
-for each cell of an ablation, before → after. `study` is the table of one study. `origin` says where the records that it names
-are from, for a page with figures of them. A page may name a record before it is there.
+Words behind the GPU's name choose rows: of `norms_models` widths, of `ablation` and `headline` records. `headline` has those of
+HEADLINE, in words. `study` is the table of one study. `origin` says where the records that it names are from, for a page with
+figures of them. A page may name a record before it is there.
 
     one call takes <!-- figure: nvidia-h100 host us:.0f provider=ours direction=forward -->37<!-- end --> µs
 
@@ -54,7 +54,14 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "scaling": scaling.markdown,
     "study_errors": study_errors.markdown,
 }
-PICTURED = ("gpt2", "llama")  # ablations in the lead picture
+HEADLINE = {  # what README shows: record and title of a cell, and its name in words
+    ("gpt2", "compiled, model.dropout=0.1"): "GPT-2 124M, dropout 0.1, compiled",
+    ("gpt2", "eager, model.dropout=0.1"): "GPT-2 124M, dropout 0.1, eager",
+    ("gpt2", "compiled, model.dropout=0.0"): "GPT-2 124M, no dropout, compiled",
+    ("llama", "compiled, model.qk_norm=True"): "Llama 114M with QK-norm, compiled",
+    ("shakespeare_char", "compiled graph"): "character model 10M, compiled, one CUDA graph",
+    ("shakespeare_char", "compiled"): "character model 10M, compiled, no CUDA graph",
+}
 Cell = dict[str, Any]  # of a report.json
 Files = Mapping[str, dict[str, Any]]  # results, by the name of their record
 
@@ -127,14 +134,34 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
 
 
 def headline(cells: Sequence[tuple[str, Cell]]) -> str:
-    """A row for each cell: milliseconds of the arms, and what the subject gains over them."""
+    """The rows of HEADLINE that are recorded: milliseconds, what the subject gains, and the memory that it saves."""
     rows = []
-    for name, cell in cells:
-        ms = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}
-        gains = [interval_text(speedup(cell, base)) if base in ms else NOTHING for base in ("compiled", TORCH)]
-        rows.append([f"{name}, {title_of(cell)}", ms[TORCH], ms.get("compiled", NOTHING), ms[cell["subject"]], *gains])
-    header = ["a step, ms", "torch", "compiled norm", "fused", "fused over compiled norm", "fused over torch"]
-    return compact_markdown(header, rows)
+    for words, cell in named(cells):
+        ms, other = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}, fastest(cell)
+        gain = interval_text(speedup(cell, other))
+        if cell["verdict"].startswith("no difference found"):
+            gain = f"no difference found: {gain}"
+        peak, least = (cell["arms"][arm]["peak_gb"] for arm in (other, cell["subject"]))
+        rows.append([
+            words,
+            ms[other],
+            ms[cell["subject"]],
+            gain,
+            NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
+            NOTHING if peak is None else f"{round(peak - least, 2) + 0.0:.2f} of {peak:.2f}".replace("-", "−"),
+        ])  # fmt: skip
+    header = ["a training step", "fastest without prenorm, ms", "with prenorm, ms", "times as fast (95 %)"]
+    return compact_markdown([*header, "over PyTorch as it is", "GiB saved"], rows)
+
+
+def headlined(folder: Path) -> list[str]:
+    """The ablations of HEADLINE that a GPU's folder has."""
+    return sorted({name for name, _ in HEADLINE if (folder / "ablation" / name / "report.json").exists()})
+
+
+def named(cells: Sequence[tuple[str, Cell]]) -> list[tuple[str, Cell]]:
+    by_name = {(name, title_of(cell)): cell for name, cell in cells}
+    return [(words, by_name[of]) for of, words in HEADLINE.items() if of in by_name]
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------------
@@ -206,7 +233,7 @@ def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
     if name == "versions":
         return versions(folder)
     if name in ("ablation", "headline"):
-        files = ablations_of(folder / "ablation", words)
+        files = ablations_of(folder / "ablation", words or (headlined(folder) if name == "headline" else ()))
         table = ablation(cells_of(files), f"{root}/ablation") if name == "ablation" else headline(cells_of(files))
         return "\n\n".join([table, *origin(files)])
     if name not in (*TABLES, "study", "origin"):
@@ -295,15 +322,14 @@ ENDS = ("median", "low", "high")
 
 def draw(folder: Path) -> None:
     """The pictures of all records of a GPU, beside them."""
-    if there := [name for name in PICTURED if (folder / "ablation" / name / "report.json").exists()]:
+    if there := headlined(folder):
         files = ablations_of(folder / "ablation", there)
-        cells = cells_of(files)
-        cells.sort(key=lambda one: (there.index(one[0]), one[1]["mode"] != "eager", label(one[1]["overrides"])))
         bars = []
-        for name, cell in cells:
+        for words, cell in named(cells_of(files)):
             steps = steps_of(cell)
-            of = {base: speedup(cell, base) for base in steps if base != cell["subject"]}
-            bars.append(plots.Bars(f"{name}, {title_of(cell)}", steps, of))
+            bases = sorted(steps.keys() - {cell["subject"]}, key=lambda name: steps[name].median)
+            controls = [Interval(**of[base + TWIN]["speedup"]) for base, of in cell["pairs"].items() if base + TWIN in of]
+            bars.append(plots.Bars(words, steps, {base: speedup(cell, base) for base in bases}, controls))
         plots.lead(bars, folder / "lead.png", origin(files)[0], "A training step with each norm")
     if (folder / "norms_models.json").exists():
         report.plot(load(folder / "norms_models.json"), folder / "norms_models.png")

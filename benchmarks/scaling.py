@@ -17,7 +17,6 @@ work, so efficiency may be above 1.
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from measure.comparison import cycle_times
 from measure.progress import progress, show_current
 from measure.schedule import block_orders
 from measure.sources import ROOT
-from measure.statistics import mean_interval, spread
+from measure.statistics import geometric_mean, spread
 from measure.tables import NOTHING, compact_markdown
 from training.precision import MixedPrecision
 
@@ -109,8 +108,7 @@ def turn(ranks: int, warm_up: int, keys: Sequence[str]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     cells = {f"{way} {ranks}": cell_of(options, way, ranks) for way in options.parallel for ranks in options.ranks}
-    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if options.device.type == "cuda" else None
-    results = command.open_results(options, others=nccl)
+    results = command.open_results(options)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in cells}
     with progress(2 * options.rounds * len(cells), "scaling", "turn") as bar:
         for order in block_orders(list(cells), options.rounds, 0):
@@ -118,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 show_current(bar, name)
                 facts, keys = cells[name]
                 turns[name].append(turn(facts["ranks"], options.warm_up, keys))
+                results.of_others.append(turns[name][-1]["code"])
                 bar.update()
             results.records.clear()  # those of fewer rounds
             results.add(
@@ -136,10 +135,9 @@ def record_of(facts: Record, turns: Sequence[dict[str, Any]], of_one: Sequence[d
     record |= {"tokens_per_s": round(facts["ranks"] * of_rank, 1), "tokens_per_s_of_rank": round(of_rank, 1)}
     if of_one:
         pairs = zip(cycle_times([turn["steps_ms"] for turn in of_one]), cycle_times(blocks_ms), strict=True)
-        logarithms = [math.log(one_ms / many_ms) for one_ms, many_ms in pairs]
-        mean = mean_interval(logarithms)
-        ratio, *interval = (round(math.exp(value), 4) for value in (mean.median, mean.low, mean.high))
-        record |= {"efficiency": ratio, "efficiency_95": interval if len(logarithms) > 1 else None}
+        ratios = [one_ms / many_ms for one_ms, many_ms in pairs]
+        mean, low, high = (round(value, 4) for value in vars(geometric_mean(ratios)).values())
+        record |= {"efficiency": mean, "efficiency_95": [low, high] if len(ratios) > 1 else None}
     peak_gb = None if turns[0]["peak_gb"] is None else round(max(turn["peak_gb"] for turn in turns), 6)
     return record | {"peak_gb": peak_gb, "blocks_ms": blocks_ms}
 

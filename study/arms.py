@@ -1,8 +1,7 @@
 """The arms of a study: what the command line or an option of the group study sweeps, but for learning rates and seeds."""
 
 import copy
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -83,23 +82,6 @@ class Study:
         affecting |= {"compare.race_steps"}  # a race compares losses of one step
         every = flat(configs.to_dict(arm.cfg))
         return {key: value for key, value in every.items() if key in affecting - {RATE, SEED}}
-
-    def known(self, lines: Sequence[Mapping[str, Any]]) -> set[str]:
-        """The arms that have runs among the lines of a study.
-
-        Raises:
-            ConfigError: an arm of this name had other keys there.
-        """
-        there = {line["arm"]: line["config"] for line in lines if "config" in line}
-        for arm in self.arms:
-            facts = json.loads(json.dumps(self.facts(arm)))
-            before = there.get(arm.name, facts)
-            if changed := [key for key in {**before, **facts} if before.get(key) != facts.get(key)]:
-                pairs = "; ".join(
-                    f"{key}={keys.shown(facts.get(key))}, there {keys.shown(before.get(key))}" for key in changed[:4]
-                )
-                raise ConfigError(f"{arm.name}: the folder has runs of it with {pairs}. Change it, or name another folder.")
-        return set(there)
 
 
 def sizes_of(arguments: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from study.arms import MORE_SEEDS, Arm, Study
-from study.runs import AGAIN, FRESH, RACE, SEARCH, TIME, Found
+from study.runs import CONTROL, FRESH, RACE, SEARCH, TIME, Found
 
 MOST_RATES = 8  # that the search adds to the given ones
 MORE = 4  # seeds, for a rate at which every run failed
@@ -38,7 +38,7 @@ def make_all(study: Study, found: Found, train: Train, time: Callable[[Arm], Non
         rate = found.best_rate(arm.name) if len(study.rates) > 1 else study.rates[0]
         train(arm, FRESH, [rate], study.compared)
         if arm.name == study.baseline.name:
-            train(arm, AGAIN, [rate], study.again)
+            train(arm, CONTROL, [rate], study.again)
         time(arm)
 
 

@@ -14,7 +14,7 @@ from study.analysis import analyse, with_cost
 from study.arms import AGAIN_SEEDS, FRESH_SEEDS, Arm, Study
 from study.probes import spikes
 from study.report import words
-from study.runs import AGAIN, FRESH, SEARCH, TIME, Found, Result, too_high
+from study.runs import CONTROL, FRESH, SEARCH, TIME, Found, Result, too_high
 from study.timing import OWN_AGAIN
 
 STEPS = 100
@@ -40,7 +40,7 @@ def of_arms(rate=1e-3, **losses):
     """Runs at one rate; those of A/A are near those of `a`."""
     runs = [run(name, FRESH, rate, seed, 2.5, loss) for name, of in losses.items() for seed, loss in enumerate(of)]
     again = [loss + 0.001 for loss in losses["a"] if loss]
-    return runs + [run("a", AGAIN, rate, AGAIN_SEEDS + i, 2.5, loss) for i, loss in enumerate(again)]
+    return runs + [run("a", CONTROL, rate, AGAIN_SEEDS + i, 2.5, loss) for i, loss in enumerate(again)]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def searched(curve=0.02, fresh=True):
     at = {1e-3: curve, 3e-3: 0.0, 1e-2: curve + 0.01}
     runs = [run(name, SEARCH, rate, 1, 1.44 + more) for name in "ab" for rate, more in at.items()]
     runs += [run(name, FRESH, 3e-3, FRESH_SEEDS + i, loss) for name in "ab" for i, loss in enumerate(CLOSE) if fresh]
-    return [*runs, run("b", FRESH, 1e-3, FRESH_SEEDS, 1.0), run("a", AGAIN, 1e-3, AGAIN_SEEDS, 1.9)], list(at)
+    return [*runs, run("b", FRESH, 1e-3, FRESH_SEEDS, 1.0), run("a", CONTROL, 1e-3, AGAIN_SEEDS, 1.9)], list(at)
 
 
 def test_seeds_that_chose_the_rate_are_not_compared_and_without_others_nothing_is_called_different():
     runs, rates = searched()
-    runs.append(run("a", AGAIN, 3e-3, AGAIN_SEEDS, 1.442))
+    runs.append(run("a", CONTROL, 3e-3, AGAIN_SEEDS, 1.442))
     made, _ = report_of(runs, rates, seeds=[1])
     assert [list(arm.sample.losses) for arm in made.arms] == [[*CLOSE, 1.442], CLOSE] and made.arms[1].rate == 3e-3
     assert made.fresh and made.arms[1].against.none

@@ -100,7 +100,7 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
         store = Store(folder / "runs.jsonl", facts)
         replace_text(folder / "config.yaml", configs.to_yaml(cfg))
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-    return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
+        return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
 
 
 @hydra.main(config_path="configs", config_name="compare", version_base=None)

@@ -72,7 +72,7 @@ RECORDS = (
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich ablate.graph=true", 4.5),
     Record("shakespeare_char", CHAR, 3.5),
     Record("adoption", "-m adoption.benchmark", 4),
-    Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 3),
+    Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 2.5),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("activation", "-m benchmarks.activation", 1),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),

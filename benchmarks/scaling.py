@@ -33,7 +33,6 @@ import configs
 from benchmarks import command
 from benchmarks.command import Record
 from configs import machine, rules
-from measure import sources
 from measure.comparison import cycle_times
 from measure.progress import progress, show_current
 from measure.schedule import block_orders
@@ -117,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 show_current(bar, name)
                 facts, keys = cells[name]
                 turns[name].append(turn(facts["ranks"], options.warm_up, keys))
-                results.of_others = [sources.together([*results.of_others, turns[name][-1].pop("code")])]
+                results.of_others.append(turns[name][-1]["code"])
                 bar.update()
             results.records.clear()  # those of fewer rounds
             results.add(

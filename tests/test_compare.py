@@ -67,8 +67,7 @@ def test_cut_at_random_places_it_ends_with_the_same_runs(studied, tiny, tmp_path
     study, path = study_of([*tiny, *SWEEP]), tmp_path / "runs.jsonl"
     corpus = load_corpus(study.cfg.data, study.cfg.tokenizer, context=study.cfg.model.context)
     lines, draw = (studied / "runs.jsonl").read_bytes(), random.Random(0)
-    facts = json.loads(lines.splitlines()[0])
-    facts.pop("sum")
+    facts = json.loads(lines.splitlines()[0])["facts"]
     for _ in range(3):
         path.write_bytes(lines[: draw.randrange(len(lines))])
         runs = Runs(study, precision(torch.float32), corpus, Store(path, facts))
@@ -96,7 +95,7 @@ def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied,
     assert compare.main([*command[2:], "optim.lr=1e-3"]) == 2
     assert "several rates=false, there true" in capsys.readouterr().err
     assert compare.main([*command[2:], "optim.beta2=0.9"]) == 2
-    assert "norm.kind=layernorm: the folder has runs of it with optim.beta2=0.9, there 0.99. " in capsys.readouterr().err
+    assert "runs.jsonl: norm.kind=layernorm is of something else: optim.beta2=0.9, there 0.99. " in capsys.readouterr().err
 
 
 def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_path, capsys, monkeypatch):

@@ -75,6 +75,7 @@ RECORDS = (
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 2.5),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("activation", "-m benchmarks.activation", 1),
+    Record("gated", "-m benchmarks.gated", 1.5),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),
     Record("host", "-m benchmarks.host", 0.5),
     Record("memory", "-m benchmarks.memory", 1.5),

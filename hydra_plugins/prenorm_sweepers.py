@@ -44,7 +44,7 @@ class Checked(Together):
         exclude = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]"
         config.hydra.overrides.hydra.append(exclude)
         load = self._given["hydra_context"].config_loader.load_sweep_config
-        compose.check_jobs(jobs, lambda job: compose.typed(load(config, job), job), "train.py")
+        compose.check_jobs(jobs, lambda job: compose.typed(load(config, job), job))
         results, failed = Plugins.instance().instantiate_launcher(**self._given).launch(jobs, initial_job_idx=0), []
         for result in results:
             try:

@@ -4,6 +4,7 @@ import re
 
 from wandb.sdk.launch.sweeps import utils as sweeps
 
+import ablation.config
 import configs
 from configs import keys
 from tests.runs import CPU
@@ -15,9 +16,12 @@ def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_it
     given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", text, re.MULTILINE))
     for name, key in keys.schema().items():
         meaning = key.metadata["meaning"]
-        assert meaning and re.search(rf"^  {re.escape(name)}=.* {re.escape(meaning)}$", text, re.MULTILINE)
+        assert meaning and re.search(rf"^  {re.escape(name)}=.* {re.escape(meaning)}( \(.*\))?$", text, re.MULTILINE)
         for choice, meaning in keys.choices(key).items():
             assert meaning and re.search(rf"^ {{20,}}{choice} +{re.escape(meaning)}$", text, re.MULTILINE)
+    assert re.search(
+        r"^  ablate\.cycles=12 .* \(at least 6\)$", keys.describe(ablation.config.Config(), "ablate"), re.MULTILINE
+    )
     typed = [f"{key}={value}" for key, value in given.items() if key != "sample.prompt"]
     assert float(given["optim.lr"]) == plain.optim.lr and configs.compose_only(typed) == plain  # each as it is typed
 

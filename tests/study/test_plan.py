@@ -7,7 +7,7 @@ import pytest
 from study.arms import AGAIN_SEEDS, FRESH_SEEDS, MORE_SEEDS, Arm, Study
 from study.config import Config
 from study.plan import MORE, MOST_RATES, beside, least_runs, make_all, make_equal_time
-from study.runs import AGAIN, FRESH, RACE, SEARCH, TIME, Found, Result
+from study.runs import CONTROL, FRESH, RACE, SEARCH, TIME, Found, Result
 
 GIVEN = [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
 
@@ -37,7 +37,7 @@ def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", fails=lambda rate, s
 @pytest.mark.parametrize(("rates", "keys"), [(GIVEN, {}), (GIVEN, {"race_steps": 0}), (GIVEN[:2], {"fresh": 3}), ([1e-3], {})])
 def test_what_is_said_before_a_study_starts_is_the_runs_that_it_makes_but_for_added_rates(rates, keys):
     study, found, _ = drawn(rates, [1, 2], **keys)
-    assert least_runs(study) == len([run for run in found.results if run.rate in rates or run.stage in (FRESH, AGAIN)])
+    assert least_runs(study) == len([run for run in found.results if run.rate in rates or run.stage in (FRESH, CONTROL)])
 
 
 @pytest.mark.parametrize("best", [3e-3, 2.2e-3, 5e-3, 3e-4, 1e-4, 5e-2])
@@ -80,12 +80,12 @@ def test_every_stage_has_its_runs_and_seeds_that_chose_the_rate_are_not_fresh():
         assert {run.seed for run in search} == {1, 2} and all(run.evaluated[-1][0] == 1000 for run in search)
         assert 3e-4 not in found.rates(name) and {run.rate for run in fresh} == {found.best_rate(name)}
         assert [run.seed for run in fresh] == [FRESH_SEEDS + i for i in range(4)]
-    assert [run.seed for run in found.of("a", AGAIN)] == [AGAIN_SEEDS + i for i in range(4)] and not found.of("b", AGAIN)
+    assert [run.seed for run in found.of("a", CONTROL)] == [AGAIN_SEEDS + i for i in range(4)] and not found.of("b", CONTROL)
 
 
 def test_one_rate_is_no_choice_and_without_a_race_all_rates_run_to_the_end():
     _, found, _ = drawn([1e-3], [1, 2, 3])
-    assert [len(found.of("a", stage)) for stage in (RACE, SEARCH, FRESH, AGAIN)] == [0, 0, 3, 3]
+    assert [len(found.of("a", stage)) for stage in (RACE, SEARCH, FRESH, CONTROL)] == [0, 0, 3, 3]
     _, found, _ = drawn(GIVEN, [1], race_steps=0)
     assert set(GIVEN) < set(found.rates("a")) and not found.of("a", RACE)
 

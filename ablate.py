@@ -70,10 +70,10 @@ def task(arguments: list[str]) -> int:
     variants = variants_of(arguments)
     cfg = variants[0].cfg
     if cfg.ablate.processes > 1:
-        with place(cfg, "ablate.py", LESS_MEMORY) as folder:
+        with place(cfg, LESS_MEMORY) as folder:
             return processes.ablate(sys.argv[1:], cfg.ablate.processes, folder)
     works = [prepare(variant) for variant in variants]
-    with place(cfg, "ablate.py", LESS_MEMORY) as folder:
+    with place(cfg, LESS_MEMORY) as folder:
         device = torch.device(machine.inspect(cfg.device).device)
         with as_config_errors():
             cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))

@@ -116,7 +116,7 @@ def task(arguments: list[str]) -> None:
             "one arm at one rate: there is nothing to compare. Give several values of a key and of the learning rate, such as "
             "norm.kind=layernorm,rmsnorm optim.lr=1e-3,3e-3,1e-2, or a study, such as study=first; --help lists them."
         )
-    with place(study.cfg, "compare.py", LESS_MEMORY) as folder:
+    with place(study.cfg, LESS_MEMORY) as folder:
         if sizes:
             climb(sizes, folder)
         else:

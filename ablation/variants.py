@@ -92,7 +92,6 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     found: list[Variant] = []
     for job in configs.jobs(arguments):
         cfg = configs.compose_only(job, Config)
-        assert isinstance(cfg, Config)
         check(cfg, configs.given(job))
         on = machine.inspect(cfg.device)
         # As the arms will have it, whatever the config says.

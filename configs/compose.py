@@ -3,13 +3,13 @@
 import re
 import shlex
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
 import yaml
@@ -30,6 +30,9 @@ from configs.schema import Choice, Config
 ConfigStore.instance().store(name="train_schema", node=Config)
 
 
+Of = TypeVar("Of", bound=Config)
+
+
 def load(overrides: Sequence[str] = (), on: machine.Machine | None = None, of: type[Config] = Config) -> Config:
     """The config of `python train.py <overrides>`, or of the program of `of`, checked against the machine `on` (default: this).
 
@@ -40,39 +43,29 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None, of: t
     return cfg
 
 
-def compose_only(overrides: Sequence[str] = (), of: type[Config] = Config) -> Config:
+def compose_only(overrides: Sequence[str], of: type[Of]) -> Of:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine.
 
     Within a program of `hydra.main` it has the search path of that one, with --config-dir.
-
-    Args:
-        of: the class whose program has the command. The config is one of it.
     """
     running = GlobalHydra.instance().is_initialized()
     with explained(of), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
-        return typed(hydra.compose(of.program, list(overrides)), overrides)
+        return typed(hydra.compose(of.program, list(overrides)), overrides, of)
 
 
-def typed(composed: DictConfig, overrides: Sequence[str]) -> Config:
+def typed(composed: DictConfig, overrides: Sequence[str], of: type[Of]) -> Of:
     """What Hydra composed of overrides, as values of the schema's types; what a command interpolates is resolved here, and
-    nowhere else."""
-    of = OmegaConf.get_type(composed)
-    assert of and issubclass(of, Config)
-    check_text(parse(overrides), of)
+    nowhere else. Values that follow from others get theirs, which the config.yaml of a run then has."""
+    check_text(overrides, of)
     sections, known = keys.sections(of), keys.schema(of)
     found = [f"{name}.{key}" for name in sections for key in composed[name]]
     found += [str(name) for name in composed if name not in (*sections, "hydra")]
-    for name in found:
-        if name not in known:  # +key=value adds it
-            raise keys.unknown_key(name, of)
+    if added := [name for name in found if name not in known]:  # by +key=value
+        raise keys.unknown_key(added[0], of)
     with explained(of):
         values: dict[str, Any] = {field.name: composed[field.name] for field in fields(of)}
         values |= {name: OmegaConf.to_object(one) for name, one in values.items() if OmegaConf.is_config(one)}
-    return completed(of(**values))
-
-
-def completed(cfg: Config) -> Config:
-    """The config with values that follow from others, which the config.yaml of a run then has."""
+    cfg = of(**values)
     if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
     cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
@@ -111,10 +104,10 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create().parse_overrides(list(overrides))
 
 
-def check_text(overrides: Iterable[Override], of: type[Config]) -> None:
+def check_text(overrides: Sequence[str], of: type[Config]) -> None:
     """Raises ConfigError for a number, true or None as a text: Hydra would make 20240105 of 2024_01_05, and a name of None."""
     known = keys.schema(of)
-    for one in overrides:
+    for one in parse(overrides):
         for name, value in _values(one).items():
             key = known.get(name)
             is_text = key and key.type in (str, str | None, list[str], list[str] | None)
@@ -186,18 +179,14 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: an unknown key, a value of a wrong type, or an override of a whole group.
     """
-    parsed = parse(overrides)
-    check_text(parsed, Config)
-    for one in parsed:
-        if one.key_or_group in keys.GROUPS:
-            raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
     with explained():
         config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
-        for one in parsed:
+        for one in parse(overrides):
+            if one.key_or_group in keys.GROUPS:
+                raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
             OmegaConf.update(config, one.key_or_group, one.value())
-        cfg = OmegaConf.to_object(config)
-    assert isinstance(cfg, Config)
-    return completed(cfg)
+    assert isinstance(config, DictConfig)
+    return typed(config, overrides, Config)
 
 
 def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:

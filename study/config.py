@@ -1,6 +1,5 @@
 """The keys of compare.py: those of train.py and a section of its own, which an option of the group study sets too."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -37,10 +36,3 @@ class Config(configs.Config):
 
 
 ConfigStore.instance().store(name="compare_schema", node=Config)
-
-
-def compose(overrides: Sequence[str]) -> Config:
-    """The config of `python compare.py` with these overrides, each of one value. Raises as `configs.compose_only`."""
-    cfg = configs.compose_only(overrides, Config)
-    assert isinstance(cfg, Config)
-    return cfg

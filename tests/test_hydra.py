@@ -25,7 +25,7 @@ def asked(monkeypatch, tmp_path):
     jobs = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg, [])))
+        train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg, [], configs.Config)))
     )
     return jobs
 

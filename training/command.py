@@ -82,7 +82,7 @@ def start(
     started()
 
     def template(*, _root_: DictConfig) -> str:  # in which Hydra takes a single $ for a name
-        text = help_text(compose.typed(_root_, _root_.hydra.overrides.task))
+        text = help_text(compose.typed(_root_, _root_.hydra.overrides.task, of))
         return text.replace("$", "$$").replace("$$APP_CONFIG_GROUPS", "$APP_CONFIG_GROUPS")
 
     OmegaConf.register_new_resolver("prenorm.help", template, replace=True)

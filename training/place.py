@@ -18,8 +18,8 @@ OUT_OF_MEMORY = 3  # exit code
 
 
 @contextmanager
-def place(cfg: Config, program: str, less_memory: str) -> Iterator[Path]:
-    """The folder of a program that measures, such as "ablate.py", locked: hydra.sweep.dir, which is a new one, or with
+def place(cfg: Config, less_memory: str) -> Iterator[Path]:
+    """The folder of the program of a config, locked: hydra.sweep.dir, which is a new one, or with
     resume=auto that of an earlier process. Says how to go on if a signal or a lack of memory ends the block.
 
     Args:
@@ -28,6 +28,7 @@ def place(cfg: Config, program: str, less_memory: str) -> Iterator[Path]:
     Raises:
         ConfigError: the folder can't be used.
     """
+    program = f"{cfg.program}.py"
     if cfg.resume not in ("never", "auto"):
         goes_on = f"{program} goes on with folder={cfg.resume} resume=auto and the same arguments"
         raise ConfigError(f"resume={cfg.resume}: {goes_on}. For the weights of a run: init_from=PATH.")

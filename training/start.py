@@ -71,7 +71,7 @@ def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str],
         if folder.stat().st_ctime >= STARTED:
             folder.rmdir()
     with here.shared_errors():
-        asked = compose.typed(composed, overrides)
+        asked = compose.typed(composed, overrides, Config)
         chosen = names_folder(asked) or (sweep and asked.resume != "auto")  # a job of a sweep resumes in its own folder
     origin = here.on_first(lambda: find_start(asked, folder, overrides, chosen=chosen))
     cfg = origin.cfg

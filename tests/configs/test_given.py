@@ -46,7 +46,7 @@ def test_a_key_that_does_nothing_is_refused_where_it_is_given_and_taken_where_it
     with pytest.raises(ConfigError, match=re.escape(f"{key} is read only {said}")):
         configs.load(idle.split(), on=CPU)
     counts = [*idle.split(), *remedy.split()]
-    assert not keys.unmet(key, configs.compose_only(counts))
+    assert not keys.unmet(key, configs.compose_only(counts, configs.Config))
     configs.load(counts, on=CPU)
 
 

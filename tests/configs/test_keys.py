@@ -11,7 +11,7 @@ from tests.runs import CPU
 
 
 def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_its_choices():
-    plain = configs.compose_only([])
+    plain = configs.compose_only([], configs.Config)
     text = keys.describe(plain)
     given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", text, re.MULTILINE))
     for name, key in keys.schema().items():
@@ -23,7 +23,9 @@ def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_it
         r"^  ablate\.cycles=12 .* \(at least 6\)$", keys.describe(ablation.config.Config(), "ablate"), re.MULTILINE
     )
     typed = [f"{key}={value}" for key, value in given.items() if key != "sample.prompt"]
-    assert float(given["optim.lr"]) == plain.optim.lr and configs.compose_only(typed) == plain  # each as it is typed
+    assert (
+        float(given["optim.lr"]) == plain.optim.lr and configs.compose_only(typed, configs.Config) == plain
+    )  # each as it is typed
 
 
 def test_a_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py():

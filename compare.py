@@ -32,7 +32,7 @@ from measure import tables
 from measure.environment import environment
 from measure.files import relative, replace_text
 from measure.progress import progress
-from measure.sources import fingerprints
+from measure.sources import STEP, folders_hash
 from measure.store import Store
 from study import ladder, report, tracking
 from study.analysis import analyse
@@ -99,12 +99,12 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
     versions = {name: here["versions"][name] for name in ("torch", "triton")}
     made = versions | {"card": here["gpu"]["name"] if here["gpu"] else "CPU"}
     # Seeds that are compared at a single rate may be those that choose among several.
-    facts = made | {"code": fingerprints()["step"], "several rates": len(study.rates) > 1}
+    facts = made | {"code": folders_hash(*STEP), "several rates": len(study.rates) > 1}
     with as_config_errors():
         store = Store(folder / "runs.jsonl", facts)
         replace_text(folder / "config.yaml", configs.to_yaml(cfg))
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-    return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
+        return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
 
 
 @hydra.main(config_path="configs", config_name="compare", version_base=None)

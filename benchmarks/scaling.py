@@ -108,8 +108,7 @@ def turn(ranks: int, warm_up: int, keys: Sequence[str]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     cells = {f"{way} {ranks}": cell_of(options, way, ranks) for way in options.parallel for ranks in options.ranks}
-    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if options.device.type == "cuda" else None
-    results = command.open_results(options, others=nccl)
+    results = command.open_results(options)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in cells}
     with progress(2 * options.rounds * len(cells), "scaling", "turn") as bar:
         for order in block_orders(list(cells), options.rounds, 0):
@@ -117,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 show_current(bar, name)
                 facts, keys = cells[name]
                 turns[name].append(turn(facts["ranks"], options.warm_up, keys))
+                results.of_others.append(turns[name][-1]["code"])
                 bar.update()
             results.records.clear()  # those of fewer rounds
             results.add(

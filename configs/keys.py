@@ -77,12 +77,12 @@ def unmet(name: str, cfg: Config) -> list[str]:
     return [] if [] in wrong else list(chain(*wrong))
 
 
-def only(name: str, of: type[Config] = Config) -> str:
+def only(name: str, cfg: Config) -> str:
     """Where a key counts, in words; empty if it always does."""
     words = {True: "{}={}", False: "{} other than {}"}
     return ", or ".join(
         " and ".join(words[has].format(other, " or ".join(map(shown, among))) for other, has, among in each)
-        for each in conditions(name, of)
+        for each in conditions(name, type(cfg))
     )
 
 
@@ -104,9 +104,9 @@ def describe(cfg: Config, section: str = "") -> str:
     lines: dict[str, list[str]] = {}
     for name, key in schema(type(cfg)).items():
         own = lines.setdefault(name.rpartition(".")[0], [""])
-        needs = f"with {only(name, type(cfg))}: " if only(name, type(cfg)) else ""
-        range_ = f" ({limits(key)})" if limits(key) else ""
-        own.append(f"  {f'{name}={shown(attrgetter(name)(cfg))}':<33}  {needs}{key.metadata['meaning']}{range_}")
+        needs = f"with {words}: " if (words := only(name, cfg)) else ""
+        takes = f" ({words})" if (words := limits(key)) else ""
+        own.append(f"  {f'{name}={shown(attrgetter(name)(cfg))}':<33}  {needs}{key.metadata['meaning']}{takes}")
         wide = max(map(len, choices(key)), default=0)
         own += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in choices(key).items()]
     return "\n".join(lines[section] if section else chain(*lines.values())) + "\n"

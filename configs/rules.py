@@ -36,8 +36,8 @@ def check_given(names: Iterable[str], cfgs: Sequence[Config]) -> None:
     broken, known = [], keys.schema(type(cfgs[0]))
     for name in dict.fromkeys(names):
         if name in known and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
-            needed, here = keys.only(name, type(cfgs[0])), ", ".join(keys.unmet(name, cfgs[0]))
-            broken.append(f"{name} is read only with {needed}; here {here}. Leave it out.")
+            here = ", ".join(keys.unmet(name, cfgs[0]))
+            broken.append(f"{name} is read only with {keys.only(name, cfgs[0])}; here {here}. Leave it out.")
     _raise_if(broken)
 
 
@@ -108,7 +108,7 @@ def out_of_range(cfg: Config) -> Iterator[str]:
         elif value is not None and not all(holds[word](value, limit) for word, limit in limits.items()):
             yield f"{name}={value}: must be {keys.limits(key)}."
         elif key.metadata["needed"] and not value and not keys.unmet(name, cfg):
-            yield f"{keys.only(name)} needs {name}: {key.metadata['meaning']}."
+            yield f"{keys.only(name, cfg)} needs {name}: {key.metadata['meaning']}."
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The arms of a study: what the command line or an option of the group study sweeps, but for learning rates and seeds."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -12,7 +12,6 @@ import configs
 from configs import ConfigError, keys, machine, rules
 from configs.schema import CUDA_GRAPHS, Parallel, Precision, WandbMode
 from measure.statistics import LEAST_SAMPLES
-from measure.store import differing
 from measure.tables import flat
 from model import GPT
 from study.config import Config
@@ -84,18 +83,6 @@ class Study:
         affecting |= {"compare.race_steps"}  # a race compares losses of one step
         every = flat(configs.to_dict(arm.cfg))
         return {key: value for key, value in every.items() if key in affecting - {RATE, SEED}}
-
-    def known(self, lines: Sequence[Mapping[str, Any]]) -> set[str]:
-        """The arms that have runs among the lines of a study.
-
-        Raises:
-            ConfigError: an arm of this name had other keys there.
-        """
-        there = {line["arm"]: line["config"] for line in lines if "config" in line}
-        for arm in self.arms:
-            if arm.name in there and (changed := differing(self.facts(arm), there[arm.name])):
-                raise ConfigError(f"{arm.name}: the folder has runs of it with {changed}. Change it, or name another folder.")
-        return set(there)
 
 
 def sizes_of(arguments: Sequence[str]) -> list[str]:

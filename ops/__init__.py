@@ -21,6 +21,7 @@ from .dropout import dropout_mask, seeded_dropout
 from .kernels import backend_for
 from .linear import layer_norm_linear_fn
 from .loss import cross_entropy_fn, linear_cross_entropy_fn
+from .modulated import ModulatedNorm, modulated_norm_fn
 from .modules import LayerNorm, RMSNorm
 from .norm import layer_norm_fn, norm_fn, rms_norm_fn
 from .reference import Norm
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Adoption",
     "LayerNorm",
+    "ModulatedNorm",
     "Norm",
     "RMSNorm",
     "activation_fn",
@@ -45,6 +47,7 @@ __all__ = [
     "layer_norm_linear_fn",
     "linear_cross_entropy_fn",
     "log_softmax_fn",
+    "modulated_norm_fn",
     "norm_fn",
     "replace_loss",
     "replace_mlps",

@@ -1,8 +1,8 @@
 """Norms modulated per sample (adaLN, adaLN-zero): GPU time with cold L2, as a share of this card's copy bandwidth.
 
 Shares count each large tensor once. Forward of adaln reads the stream and writes y; that of adaln_zero reads x and the stream,
-and writes y and the new stream. Backward reads what forward wrote, their gradients and with a gate x; it writes the gradients of
-what forward read. Scale, shift and gate count nothing.
+and writes y and the new stream. Backward reads what comes back for these, the stream, and with a gate x; it writes a gradient
+for each that forward read. Scale, shift and gate count nothing.
 
 python -m benchmarks.modulated                       everything that can be imported
 python -m benchmarks.modulated --case adaln_zero     gated add, LayerNorm, scale and shift, with a stream in bf16

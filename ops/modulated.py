@@ -197,7 +197,7 @@ def reference(i: Inputs, o: Options) -> Outputs:
     x, residual, *vectors = i
     wide = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in i) else torch.float32
     samples = next((t.shape[0] for t in vectors[:3] if t is not None), 1)
-    tokens = x.shape[:-1].numel() // max(1, samples)
+    tokens = x.numel() // x.shape[-1] // max(1, samples)
     scale, shift, gate = (None if t is None else t.to(wide)[:, None] for t in vectors[:3])
     weight, bias = (None if t is None else t.to(wide) for t in vectors[3:])
     r = x.to(wide).reshape(samples, tokens, x.shape[-1])
@@ -232,7 +232,7 @@ class FusedModulatedNorm(kit.Op):
         return Outputs(
             i.x.new_empty(shape, dtype=o.out_dtype),
             i.x.new_empty(shape, dtype=_stream(i)) if "r" in written else None,
-            i.x.new_empty(shape[:-1].numel() * o.norm.statistics, dtype=torch.float32) if o.trains else None,
+            i.x.new_empty(i.x.numel() // shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains else None,
         )
 
     def training(self, of, o, needs):

@@ -34,7 +34,7 @@ from measure.tables import NOTHING, compact_markdown, interval_text, label, mach
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: \w+)*) -->\n).*?(<!-- end of benchmarks -->)", re.DOTALL)
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation"), report.markdown),
+    **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation", "modulated"), report.markdown),
     "host": host.markdown,
     "memory": memory.markdown,
     "scaling": scaling.markdown,

@@ -75,6 +75,7 @@ RECORDS = (
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 3),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("activation", "-m benchmarks.activation", 2),
+    Record("modulated", "-m benchmarks.modulated", 4),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),
     Record("adoption", "-m benchmarks.adoption", 3),
     Record("host", "-m benchmarks.host", 1),

@@ -34,7 +34,7 @@ import configs
 import ops
 from ablation import kept, nanogpt, parity, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
-from ablation.gpu_time import attribute, loss_bytes, norm_bytes
+from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes
 from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
@@ -44,7 +44,7 @@ from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import launches, profile_step, shares
-from measure.comparison import TORCH, compare_all, conclusion, cycle_times, is_twin
+from measure.comparison import TORCH, compare_all, cycle_times, is_twin
 from measure.environment import environment
 from measure.files import relative, replace_text
 from measure.progress import progress
@@ -57,6 +57,7 @@ from training import export
 from training.command import place, start
 from training.interrupt import show
 from training.precision import MixedPrecision
+from training.tracking import log_group
 
 SHORT_MS = 20.0  # a longer step keeps the GPU busy without a CUDA graph
 LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
@@ -73,7 +74,8 @@ def task(arguments: list[str]) -> int:
     works = [prepare(variant) for variant in variants]
     with place(cfg, "ablate.py", LESS_MEMORY) as folder:
         device = torch.device(machine.inspect(cfg.device).device)
-        cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
+        with as_config_errors():
+            cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
         if cycles.exit_code is not None and (folder / "report.json").is_file():
             show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
             return cycles.exit_code
@@ -82,7 +84,7 @@ def task(arguments: list[str]) -> int:
         cycles.add({"exit_code": code})
         show(report.table(found))
         show(f"report: {relative(folder)}/report.md")
-        show(f"W&B: {tracking.log(found, variants, folder)}")
+        show(f"W&B: {log_group(variants[0].cfg.logging, folder, 'ablation', tracking.runs_of(found, variants, folder))}")
         return code
 
 
@@ -177,7 +179,7 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
             elif part == PARITY:
                 found.parity.extend(parity.parity(work.variant, work.precision, work.corpus))
             else:
-                found.cells.append(measure(work, part, cycles, bar.update))
+                found.cells.append(time_cell(work, part, cycles, bar.update))
             bar.update(sum(ticks[:done]) - bar.n)
             found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
             so_far = replace(found, unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
@@ -196,7 +198,7 @@ def long_step(variant: Variant, cells: Sequence[Cell]) -> float:
 # ---- one cell ----------------------------------------------------------------------------------------------------------------
 
 
-def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) -> Cell:
+def time_cell(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) -> Cell:
     """The cell of a variant: eager or compiled, and as one CUDA graph or not."""
     variant, cfg = work.variant, work.variant.cfg
     torch.compiler.reset()
@@ -223,12 +225,8 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         arms=times,
         subject=variant.subject,
         pairs=compare_all({name: of.blocks_ms for name, of in times.items()}),
-        verdict="",
         left_out=left_out,
         masks=[one for one in masks if one],
-    )
-    cell = replace(
-        cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, *cell.controls)
     )
     # Activations are a part of the kinds of work, and no kind of their own.
     known = work.precision.device.type == "cuda" and cfg.ablate.switch is not Switch.mlp
@@ -263,7 +261,7 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
         name: profile_step(
             partial(step, arm),
             precision.device,
-            arm.state.model if cell.mode in (EAGER, GRAPH) else None,
+            marked_sites(arm.state.model) if cell.mode in (EAGER, GRAPH) else None,
         )
         for name, arm in arms.items()
     }

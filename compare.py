@@ -42,6 +42,7 @@ from study.runs import Runs
 from training.command import place, start
 from training.interrupt import show
 from training.precision import MixedPrecision
+from training.tracking import log_group
 
 LESS_MEMORY = "Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
 
@@ -69,7 +70,8 @@ def compare(study: Study, folder: Path, command: str) -> None:
     report.write(found, study, runs.found, facts, folder)
     show(tables.aligned(*report.table(found)))
     show(f"report: {relative(folder)}/report.md")
-    show(f"W&B: {tracking.log(study, found, runs.found, folder)}")
+    logged = tracking.runs_of(study, found, runs.found, folder)
+    show(f"W&B: {log_group(cfg.logging, folder, 'study', logged)}")
 
 
 def climb(studies: Mapping[str, Study], folder: Path) -> None:
@@ -93,9 +95,10 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
     versions = {name: here["versions"][name] for name in ("torch", "triton")}
     made = versions | {"card": here["gpu"]["name"] if here["gpu"] else "CPU"}
     # Seeds that are compared at a single rate may be those that choose among several.
-    store = Store(folder / "runs.jsonl", made | {"code": fingerprints()["step"], "several rates": len(study.rates) > 1})
-    replace_text(folder / "config.yaml", configs.to_yaml(cfg))
+    facts = made | {"code": fingerprints()["step"], "several rates": len(study.rates) > 1}
     with as_config_errors():
+        store = Store(folder / "runs.jsonl", facts)
+        replace_text(folder / "config.yaml", configs.to_yaml(cfg))
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
     return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
 

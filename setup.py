@@ -1,4 +1,4 @@
-"""What pyproject.toml can't say: prenorm.check, which is ablation/adoption.py and what it needs, under the package's own name.
+"""What pyproject.toml can't say: prenorm.check, which is adoption/check.py and what it needs, under the package's own name.
 
 In a checkout these modules are top-level packages, whose names belong to nobody: an installation must not have them.
 """
@@ -10,16 +10,16 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 MODULES = {  # of prenorm.check, and where they are in a checkout
-    "adoption": "ablation", "adopted_models": "ablation", "rounding": "ablation", "comparison": "measure",
+    "check": "adoption", "models": "adoption", "rounding": "ablation", "comparison": "measure",
     "schedule": "measure", "statistics": "measure", "tables": "measure", "clock": "measure",
 }  # fmt: skip
 INIT = '''"""Does an adopted model compute what it did, and how fast? Needs numpy, scipy and tabulate: prenorm[check]."""
 
-from .adoption import check_parity, measure
+from .check import check_parity, measure
 
 __all__ = ["check_parity", "measure"]
 '''
-_IMPORT = re.compile(rf"^from (?:ablation|measure)\.({'|'.join(MODULES)}) import", re.MULTILINE)
+_IMPORT = re.compile(rf"^from (?:adoption|ablation|measure)\.({'|'.join(MODULES)}) import", re.MULTILINE)
 
 
 class BuildWithCheck(build_py):

@@ -23,7 +23,6 @@ from configs.machine import Machine
 from configs.schema import Precision
 from data import Batches, load_corpus
 from measure.clock import StepClock
-from sample import continue_text, encode_prompt
 from training import export
 from training.build import build
 from training.checkpoint import Saver
@@ -38,6 +37,7 @@ from training.run import Run, Summary
 from training.sharding import is_sharded
 from training.start import facts, job
 from training.step import WARM_UP, TrainingStep
+from training.text import continue_text, encode_prompt
 
 
 def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summary:

@@ -1,19 +1,41 @@
 """Where the GPU time of a step goes, and what any kernel of a norm, or of the loss, could save of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from statistics import median
 
 import torch
+from torch import nn
+from torch.profiler import record_function
 
 from ablation.records import Attribution, Cell
 from configs import Config
 from configs.schema import BlockLayout, Positions, ResidualDtype
-from measure.attribution import Share
+from measure.attribution import LOSS_SITE, NORM_SITE, Share
 from measure.comparison import is_twin
+from model import loss as losses
+from model.attention import QueryKeySite
+from model.norm import NormSite
 from training.precision import MixedPrecision
 
 IDLE = "idle"  # the part of a timed step that is no GPU time of the profile
+
+
+@contextmanager
+def marked_sites(model: nn.Module) -> Iterator[None]:
+    """A range named NORM_SITE around each forward of the model's norm sites, and LOSS_SITE around its loss."""
+    sites = [module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)]
+    own = losses.cross_entropy
+    losses.cross_entropy = record_function(LOSS_SITE)(own)
+    for site in sites:
+        site.forward = record_function(NORM_SITE)(site.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        losses.cross_entropy = own
+        for site in sites:
+            del site.forward  # that of its class is left
 
 
 def parts_ms(cell: Cell) -> dict[str, dict[str, float]]:

@@ -18,7 +18,8 @@ from measure.comparison import TORCH
 from model import loss as losses
 from model.attention import QueryKeySite
 from model.mlp import MLP
-from model.norm import How, Normalise, NormSite
+from model.norm import NormSite
+from model.sites import How, Normalise, normalise, torch_site
 from ops import seeded_dropout
 from training.precision import MixedPrecision
 
@@ -97,7 +98,7 @@ def reorder(arm: Arm, number: int) -> None:
     match arm.cfg.ablate.switch:
         case Switch.norm:
             for site in norm_sites(arm.state.model).values():
-                site._norm = partial(_reordered, site._norm, number)
+                site.compute = partial(torch_site, norm=partial(_reordered, normalise, number))  # type: ignore[method-assign]
         case Switch.loss:
             arm.update.forward = partial(_with_reordered_loss, arm.update.forward, number)
         case Switch.mlp:
@@ -146,11 +147,11 @@ def double(model: nn.Module) -> None:
     """Weights and arithmetic in fp64, with the masks of the fp32 arms."""
     model.double()
     for site in norm_sites(model).values():
-        site._drop = _drop_double
+        site.compute = partial(torch_site, drop=_drop_double)  # type: ignore[method-assign]
 
 
 def _drop_double(x: Tensor, rowscale: Tensor | None, seed: Tensor | None, stream: int, how: How) -> Tensor:
-    """`model.norm.drop` in fp64, with the mask and the factor 1/(1-p) of the fp32 arms: the mask kernel has no fp64."""
+    """`model.sites.drop` in fp64, with the mask and the factor 1/(1-p) of the fp32 arms: the mask kernel has no fp64."""
     if rowscale is not None:
         x = x * rowscale[..., None]
     if how.dropout:

@@ -6,7 +6,6 @@ processes' speed-ups, and the interval is Student's, of the mean of their logari
 """
 
 import json
-import math
 import shlex
 import subprocess
 import sys
@@ -19,8 +18,8 @@ import numpy as np
 from measure.comparison import TWIN, differs, is_twin, reach
 from measure.files import json_text, relative, replace_text
 from measure.sources import ROOT
-from measure.statistics import Interval, mean_interval
-from measure.tables import capital, interval_text, label, markdown, wrapped
+from measure.statistics import Interval, geometric_mean
+from measure.tables import capital, document, interval_text, label, listed, markdown
 from training.interrupt import show
 
 REPORT = "report.json"
@@ -49,8 +48,8 @@ def ablate(arguments: Sequence[str], count: int, folder: Path) -> int:
     command, found = shlex.join(["python", "ablate.py", *arguments]), speedups(reports)
     replace_text(folder / REPORT, json_text({"command": command, "pairs": found}, indent=1) + "\n")
     words = report(found, reports)
-    replace_text(folder / "report.md", f"{words}\n\n## Command\n\n```\n{command}\n```\n")
-    show(f"{words}\n\nreport: {relative(folder)}/report.md")
+    replace_text(folder / "report.md", f"{words}\n## Command\n\n```\n{command}\n```\n")
+    show(f"{words}\nreport: {relative(folder)}/report.md")
     return 0 if all(one["holds"] for one in reports[0]["parity"]) else 1
 
 
@@ -61,10 +60,8 @@ def speedups(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for base, arms in cells[0]["pairs"].items():
             for arm in arms:
                 each = [cell["pairs"][base][arm]["speedup"]["median"] for cell in cells]
-                mean = mean_interval(np.log(each))
-                over = Interval(*(math.exp(x) for x in (mean.median, mean.low, mean.high)))
-                cell = label(cells[0]["overrides"], cells[0]["mode"])
-                found.append({"cell": cell, "arm": arm, "base": base, "speedup": vars(over), "processes": each})
+                pair = {"cell": label(cells[0]["overrides"], cells[0]["mode"]), "arm": arm, "base": base}
+                found.append(pair | {"speedup": vars(geometric_mean(each)), "processes": each})
     return found
 
 
@@ -77,14 +74,13 @@ def report(found: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]) -
         fastest = min((one for one in own if one["arm"] == subject), key=lambda one: one["speedup"]["median"])
         over, noise = Interval(**fastest["speedup"]), reach(Interval(**one["speedup"]) for one in own if is_twin(one["arm"]))
         words = f"{subject} {interval_text(over)} × as fast as {fastest['base']}, the fastest other arm"
-        said.append(f"- {capital(title)}: {'' if differs(over, noise) else 'no difference found: '}{words}.")
+        said.append(f"{capital(title)}: {'' if differs(over, noise) else 'no difference found: '}{words}.")
         said[-1] += f" Between processes its standard deviation is {np.std(fastest['processes'], ddof=1):.4f}."
-    said += [f"- Parity, {one['arm']}: {one['verdict']}" for one in reports[0]["parity"]]
+    said += [f"Parity, {one['arm']}: {one['verdict']}" for one in reports[0]["parity"]]
     rows = [
         [one["cell"], f"{one['arm']} over {one['base']}" + " (A/A)" * one["arm"].endswith(TWIN),
          interval_text(Interval(**one["speedup"])), " ".join(f"{each:.3f}" for each in one["processes"])]
         for one in found
     ]  # fmt: skip
-    head = f"# {len(reports)} processes\n\nIntervals hold the variation between processes."
     table = markdown(["cell", "arm over base", "speed-up (95 %)", "of each process"], rows)
-    return "\n\n".join([head, "\n".join(map(wrapped, said)), table])
+    return document(f"{len(reports)} processes", "Intervals hold the variation between processes.", listed(said), table)

@@ -1,4 +1,4 @@
-"""What an ablation finds, as plain data, and on disk: report.json, steps.jsonl and kernels.jsonl."""
+"""What an ablation finds, as plain data, and on disk: report.json and kernels.jsonl beside the cycles that `Kept` keeps."""
 
 import math
 from dataclasses import asdict, dataclass, field
@@ -9,7 +9,7 @@ from typing import Any
 from ablation.rounding import Distances, Quantity
 from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
-from measure.comparison import TWIN, Comparison, Pairs, cycle_times, is_twin
+from measure.comparison import TWIN, Comparison, Pairs, conclusion, cycle_times, is_twin
 from measure.files import json_text, replace_text
 from measure.statistics import spread
 from measure.tables import label
@@ -20,7 +20,6 @@ class ArmTimes:
     """Step times of one arm of a cell."""
 
     blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
-    positions: list[int]  # of each block: how many counted blocks, of all arms, ran before it
     peak_gb: float | None  # GiB; None but on CUDA, and with CUDA graphs, whose memory the allocator does not tell
     launches: int | None  # kernels a step; None but on CUDA
     first_loss: float = math.nan  # of its first step, nats per token
@@ -62,7 +61,6 @@ class Cell:
     arms: dict[str, ArmTimes]  # by name, torch first
     subject: str  # the arm that the verdict is about
     pairs: Pairs
-    verdict: str
     attribution: Attribution | None = None  # None but on CUDA
     left_out: dict[str, str] = field(default_factory=dict)  # arms that were asked for: why they are missing
     masks: list[Masks] = field(default_factory=list)
@@ -70,6 +68,10 @@ class Cell:
     @property
     def title(self) -> str:
         return label(self.overrides, self.mode)
+
+    @property
+    def verdict(self) -> str:
+        return conclusion(self.subject, {base: self.against(base) for base in self.opponents}, *self.controls)
 
     @property
     def controls(self) -> list[Comparison]:
@@ -118,23 +120,20 @@ class Ablation:
 
 
 def save(ablation: Ablation, folder: Path) -> None:
-    """Writes the three files, report.json last. Each is replaced in one step, so that no reader sees half a file.
+    """Writes both files, report.json last. Each is replaced in one step, so that no reader sees half a file.
 
-    A line is a block in steps.jsonl, a kernel in kernels.jsonl. report.json has the fields of this module, without what these
-    files have. For step times it has `block_steps`, the number in each block, and `step_ms`, their spread.
+    A line of kernels.jsonl is a kernel. report.json has the fields of this module and the verdicts, without what that and
+    cycles.jsonl have. For step times it has `block_steps`, the number in each block, and `step_ms`, their spread.
     """
-    report = asdict(ablation)
-    steps, kernels = list[dict[str, Any]](), list[dict[str, Any]]()
-    for cell in report["cells"]:
+    report, kernels = asdict(ablation), list[str]()
+    for cell, found in zip(report["cells"], ablation.cells, strict=True):
+        cell["verdict"] = found.verdict
         of_arms = cell["attribution"].pop("kernels") if cell["attribution"] else {}
         for name, arm in cell["arms"].items():
-            of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
-            blocks, positions = arm.pop("blocks_ms"), arm.pop("positions")
+            blocks = arm.pop("blocks_ms")
             arm["block_steps"] = [len(block) for block in blocks]
             arm["step_ms"] = asdict(spread([ms for block in blocks for ms in block]))
-            turns = zip(positions, blocks, strict=True)
-            steps += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
-            kernels += [of | kernel for kernel in of_arms.get(name, ())]
-    for file, lines in (("steps.jsonl", steps), ("kernels.jsonl", kernels)):
-        replace_text(folder / file, "".join(json_text(line, ensure_ascii=False) + "\n" for line in lines))
+            of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
+            kernels += [json_text(of | kernel, ensure_ascii=False) + "\n" for kernel in of_arms.get(name, ())]
+    replace_text(folder / "kernels.jsonl", "".join(kernels))
     replace_text(folder / "report.json", json_text(report, indent=2, ensure_ascii=False) + "\n")

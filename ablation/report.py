@@ -14,7 +14,7 @@ from measure import tables
 from measure.comparison import NO_KERNEL, TORCH, is_different, is_twin, stalls
 from measure.files import replace_text
 from measure.statistics import spread
-from measure.tables import NOTHING, aligned, capital, interval_text, label, markdown, number, section, wrapped
+from measure.tables import aligned, capital, interval_text, label, listed, markdown, number, section, wrapped
 
 WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
 EXPLAINED = "docs/ablation.md has the protocol, and explains each table. report.json and config.yaml have all figures and keys."
@@ -25,20 +25,20 @@ def write(ablation: Ablation, folder: Path) -> Path:
     cells = ablation.cells
     took = f"{tables.machine(ablation.environment)}. The ablation has taken {ablation.environment.get('minutes')} minutes."
     pictures = _pictures(ablation, folder)
-    parts = [
-        f"# {_headline(ablation)}",
-        _listed(_verdicts(ablation)),
+    text = tables.document(
+        _headline(ablation),
+        listed(_verdicts(ablation)),
         pictures,
-        section("What was measured", _listed([*ablation.notes, *_left_out(cells), took])),
+        section("What was measured", listed([*ablation.notes, *_left_out(cells), took])),
         section("Every pair", _pairs(cells)),
         section("Where the time goes", _gpu_time(cells)),
-        section("Dropout masks", _listed(_masks(cells))),
+        section("Dropout masks", listed(_masks(cells))),
         section("Step times", _steps(cells)),
         section("Environment", tables.environment(ablation.environment)),
         section("Command", f"```\n{ablation.command}\n```\n\n{EXPLAINED}"),
-    ]
+    )
     path = folder / "report.md"
-    replace_text(path, "\n\n".join(part for part in parts if part) + "\n")
+    replace_text(path, text)
     return path
 
 
@@ -88,10 +88,6 @@ def _fastest(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, str], str]]:
         said = f"the fastest step with {ours.subject} takes {number(ms)} ms ({ours.mode}), the fastest with another arm "
         said += f"{number(its_ms)} ms ({other.opponents[0]}, {other.mode}): "
         yield overrides, said + (paired if ours is other else f"{its_ms / ms:.3f} ×, of two cells")
-
-
-def _listed(lines: Sequence[str]) -> str:
-    return "\n".join(wrapped(f"- {line}") for line in lines)
 
 
 def _pictures(ablation: Ablation, folder: Path) -> str:
@@ -184,11 +180,11 @@ def step_times(cell: Cell) -> tuple[list[str], list[list[str]]]:
     for name, arm in cell.arms.items():
         steps = list(chain(*arm.blocks_ms))
         of, per_s = spread(steps), 1000 * cell.tokens_per_step / fmean(steps)  # from the mean: slow steps count
-        rows.append([f"{name} (A/A)" if is_twin(name) else name, *map(number, (of.median, of.p10, of.p90)), f"{per_s:,.0f}"])
+        row = {"arm": f"{name} (A/A)" if is_twin(name) else name, "median ms": number(of.median), "p10": number(of.p10)}
+        row |= {"p90": number(of.p90), "tokens/s": f"{per_s:,.0f}"}
         count, share = stalls(arm.blocks_ms)
-        rows[-1].append(f"{count} of {len(steps)}, {100 * share:.1f} %" if count else NOTHING)
-        rows[-1].append(NOTHING if arm.peak_gb is None else f"{arm.peak_gb:.2f}")
-        rows[-1].append(NOTHING if arm.launches is None else f"{arm.launches:,}")
-    columns = zip(["arm", "median ms", "p10", "p90", "tokens/s", "stalls, of time", "peak GiB", "kernels"], *rows, strict=True)
-    header, *kept = zip(*(column for column in columns if set(column[1:]) != {NOTHING}), strict=True)
-    return list(header), [list(row) for row in kept]
+        row |= {"stalls, of time": f"{count} of {len(steps)}, {100 * share:.1f} %"} if count else {}
+        row |= {} if arm.peak_gb is None else {"peak GiB": f"{arm.peak_gb:.2f}"}
+        row |= {} if arm.launches is None else {"kernels": f"{arm.launches:,}"}
+        rows.append(row)
+    return tables.columns(rows)

@@ -1,7 +1,7 @@
 """What rounding explains: how far arms are apart in one quantity, and operators that sum in another order.
 
-The head of parity.py states the statistic. This module needs no model, corpus or config of ours, so that adoption.py can use it
-for other people's models.
+The head of parity.py states the statistic. This module needs no model, corpus or config of ours, so that adoption/check.py can
+use it for other people's models.
 """
 
 import math

@@ -7,13 +7,11 @@ outside. They leave the GPU without work, so the first step of a block is not co
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from torch import Tensor
-
 from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.records import ArmTimes
 from measure.clock import StepClock
 from measure.comparison import TORCH
-from measure.schedule import LEAD_IN, Cycle, block_length, memory_orders, positions_of, run_blocks
+from measure.schedule import LEAD_IN, Cycle, block_length, memory_orders, run_blocks
 from measure.timing import allocated_gb, describe, free_memory
 from training.step import STEPS_TO_GRAPH, makes_cuda_graphs
 
@@ -44,8 +42,9 @@ def time_arms(
     for name in list(arms):
         clock = StepClock(device, warmup=0)
         try:
-            first[name] = run(arms[name], range(warm_up), clock).item()
-            warm[name] = list(clock.steps_ms)
+            run(arms[name], range(1), clock)
+            first[name] = arms[name].step.loss.item()
+            warm[name] = run(arms[name], range(1, warm_up), clock)
         except Exception as error:  # a library's failure is a result
             if name not in may_fail:
                 raise
@@ -70,8 +69,7 @@ def time_arms(
         clock = StepClock(device, warmup=LEAD_IN)
         held = allocated_gb(device)
         begin = warm_up + cycle * (LEAD_IN + block_steps)
-        run(arms[name], range(begin, begin + LEAD_IN + block_steps), clock)
-        times = list(clock.steps_ms)
+        times = run(arms[name], range(begin, begin + LEAD_IN + block_steps), clock)
         if clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
             # Memory that was held before, above all by other arms, is not this arm's.
             own = clock.peak_gb - held + starts[name].nbytes / 2**30
@@ -79,16 +77,10 @@ def time_arms(
         return times
 
     blocks = run_blocks(block, names, plan.cycles, cfg.seed, before, before_cycle, keep)
-    positions = {name: positions_of(name, names, plan.cycles, cfg.seed) for name in names}
-    return {n: ArmTimes(blocks[n], positions[n], peaks.get(n), launches=None, first_loss=first[n]) for n in names}, failed
+    return {name: ArmTimes(blocks[name], peaks.get(name), launches=None, first_loss=first[name]) for name in names}, failed
 
 
-def run(arm: Arm, steps: range, clock: StepClock) -> Tensor:
-    """Takes training steps, which the clock times one by one. What the first reads is made before. Returns its loss."""
+def run(arm: Arm, steps: range, clock: StepClock) -> list[float]:
+    """The times of the clock after these steps. What the first one reads is made before."""
     arm.inputs.load(steps.start)
-    losses = list[Tensor]()
-    for step in steps:
-        with clock.step():
-            arm.step(step)
-        losses = losses or [arm.step.loss.clone()]
-    return losses[0]
+    return clock.times(arm.step, steps)

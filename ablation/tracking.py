@@ -1,7 +1,7 @@
 """The ablation in W&B: one group, a run for each arm of each cell, and a run with the summary and the plots."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -13,26 +13,23 @@ from ablation.records import Ablation
 from ablation.variants import IS_COMPILED, IS_GRAPH, Variant
 from configs.rules import NANOGPT
 from measure.statistics import spread
-from training.tracking import Group
+from training.tracking import Logged
 
 
-def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:
-    """Logs the ablation, and nothing where W&B is disabled. Returns the mode, and why."""
-    group = Group(variants[0].cfg.logging, folder, "ablation")
+def runs_of(found: Ablation, variants: Sequence[Variant], folder: Path) -> Iterator[Logged]:
     for cell in found.cells:
         cfg = next(variant.cfg for variant in variants if variant.overrides == cell.overrides)
         for arm, times in cell.arms.items():
             own = copy.deepcopy(cfg) if arm == NANOGPT else switched(cfg, arm)
             own.train.compile, own.train.graph = cell.mode in IS_COMPILED, cell.mode in IS_GRAPH
             name = "_".join([*cell.overrides.values(), cell.mode.replace(" ", "-"), arm.replace(" ", "-")])
-            run = group.start(name, configs.to_dict(own), [arm, cell.mode, own.norm.impl.value, own.norm.kind.value])
             steps = list(chain(*times.blocks_ms))
-            for step, ms in enumerate(steps):
-                run.log({"perf/step_ms": ms}, step)
-            figures = {f"perf/step_ms_{name}": ms for name, ms in asdict(spread(steps)).items()}
-            figures |= {"perf/tokens_per_s": 1000 * cell.tokens_per_step / fmean(steps)}
-            run.summarise({**figures, "perf/peak_gb": times.peak_gb, "perf/launches": times.launches})
-            run.finish(0)
+            summary = {f"perf/step_ms_{name}": ms for name, ms in asdict(spread(steps)).items()}
+            summary |= {"perf/tokens_per_s": 1000 * cell.tokens_per_step / fmean(steps)}
+            summary |= {"perf/peak_gb": times.peak_gb, "perf/launches": times.launches}
+            lines = ((step, {"perf/step_ms": ms}) for step, ms in enumerate(steps))
+            tags = [arm, cell.mode, own.norm.impl.value, own.norm.kind.value]
+            yield Logged(name, configs.to_dict(own), lines, summary, tags)
     values = {
         "verdicts/cells": [cell.verdict for cell in found.cells],
         "verdicts/parity": [one.verdict for one in found.parity],
@@ -44,4 +41,4 @@ def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:
             for name, value in vars(cell.against(base).speedup).items()
         },
     }
-    return group.sum_up(configs.to_dict(variants[0].cfg), values, {})
+    yield Logged("summary", configs.to_dict(variants[0].cfg), (), values, pictures=sorted(folder.glob("*.png")))

@@ -37,15 +37,19 @@ def positive(text: str) -> int:
     return value
 
 
-def parser(program: str, doc: str | None, known: Iterable[str] = (), rounds: int | None = None) -> argparse.ArgumentParser:
+def parser(
+    program: str, doc: str | None, known: Iterable[str] = (), rounds: int | None = None, module: str = ""
+) -> argparse.ArgumentParser:
     """A parser with the options that the programs have; doc: of the program, described by its first line.
 
     Args:
         known: the names of the providers, for a program that compares some.
         rounds: by default, for a program that has rounds.
+        module: where the program is, if that is not benchmarks.<program>.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=(doc or "").partition("\n")[0])
-    parser.set_defaults(program=program)
+    module = module or f"benchmarks.{program}"
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").partition("\n")[0])
+    parser.set_defaults(program=program, module=module)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
     if rounds:
         parser.add_argument("--rounds", type=positive, default=rounds, help="turns of each contender (%(default)s)")
@@ -140,5 +144,5 @@ def open_results(
     """
     facts = environment(options.device, providers.versions(names) | (others or {}))
     folder = FOLDER if options.device.type == "cuda" or published else SCRATCH
-    command = shlex.join(["python", "-m", f"benchmarks.{options.program}", *options.argv])
+    command = shlex.join(["python", "-m", options.module, *options.argv])
     return Results(folder / slug(facts) / f"{file or options.program}.json", facts, command)

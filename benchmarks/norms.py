@@ -21,7 +21,7 @@ from benchmarks import bandwidth, command, providers
 from benchmarks.bandwidth import Task, WrongResult
 from benchmarks.cases import CASES, DIRECTIONS, DROPOUT_P, MODEL_WIDTHS, Shape, make_inputs, minimum_bytes
 from benchmarks.providers import PROVIDERS
-from model.norm import torch_site
+from model.sites import torch_site
 
 ROWS = 32768  # fewer above 2^28 elements
 FAST = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of --models

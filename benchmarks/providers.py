@@ -27,7 +27,7 @@ from benchmarks.cases import DROPOUT_P, DTYPES, EPS, X_DTYPE, Function, Shape, m
 from measure.progress import progress
 from measure.timing import free_memory, side_stream
 from model import libraries
-from model.norm import Affine, How, Inputs, fused_site, torch_site
+from model.sites import Affine, How, Inputs, fused_site, torch_site
 from ops import Norm
 
 Site = Callable[[Inputs, Affine, How], Any]

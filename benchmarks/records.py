@@ -33,7 +33,7 @@ LLAMA, GEMMA = (GPT2.replace("model=gpt2", f"model={name}") for name in ("llama"
 CHAR = "ablate.py experiment=shakespeare_char"
 PARITY_FAILS = 1  # exit code of ablate.py: a record all the same
 # Files of an ablation that nobody reads again, and that are large.
-LEFT_OUT = ("kernels.jsonl", "cycles.jsonl", "config.yaml", ".lock", MARK)
+LEFT_OUT = ("kernels.jsonl", "config.yaml", ".lock", MARK)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ RECORDS = (
     Record("activation", "-m benchmarks.activation", 2),
     Record("modulated", "-m benchmarks.modulated", 4),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),
-    Record("adoption", "-m benchmarks.adoption", 3),
+    Record("adoption", "-m adoption.benchmark", 3),
     Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 2),
     Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=18 ablate.parity_seeds=0", 3),

@@ -21,7 +21,7 @@ from benchmarks.bandwidth import Task
 from benchmarks.cases import BACKWARD, FORWARD, Function, TensorSet
 from benchmarks.providers import compiled, how_of
 from model.attention import query_key_site, rotary_table
-from model.norm import Affine
+from model.sites import Affine
 from ops import Norm, rotary_qkv_fn
 
 EPS, BASE, CONTEXT, SEQUENCES = 1e-6, 10000.0, 1024, 32

@@ -17,7 +17,6 @@ work, so efficiency may be above 1.
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from measure.comparison import cycle_times
 from measure.progress import progress, show_current
 from measure.schedule import block_orders
 from measure.sources import ROOT
-from measure.statistics import mean_interval, spread
+from measure.statistics import geometric_mean, spread
 from measure.tables import NOTHING, compact_markdown
 from training.precision import MixedPrecision
 
@@ -136,10 +135,9 @@ def record_of(facts: Record, turns: Sequence[dict[str, Any]], of_one: Sequence[d
     record |= {"tokens_per_s": round(facts["ranks"] * of_rank, 1), "tokens_per_s_of_rank": round(of_rank, 1)}
     if of_one:
         pairs = zip(cycle_times([turn["steps_ms"] for turn in of_one]), cycle_times(blocks_ms), strict=True)
-        logarithms = [math.log(one_ms / many_ms) for one_ms, many_ms in pairs]
-        mean = mean_interval(logarithms)
-        ratio, *interval = (round(math.exp(value), 4) for value in (mean.median, mean.low, mean.high))
-        record |= {"efficiency": ratio, "efficiency_95": interval if len(logarithms) > 1 else None}
+        ratios = [one_ms / many_ms for one_ms, many_ms in pairs]
+        mean, low, high = (round(value, 4) for value in vars(geometric_mean(ratios)).values())
+        record |= {"efficiency": mean, "efficiency_95": [low, high] if len(ratios) > 1 else None}
     peak_gb = None if turns[0]["peak_gb"] is None else round(max(turn["peak_gb"] for turn in turns), 6)
     return record | {"peak_gb": peak_gb, "blocks_ms": blocks_ms}
 

@@ -41,10 +41,7 @@ def step_times(cfg: Config, warm_up: int, world: World) -> dict[str, Any]:
     inputs = Inputs(batches, cfg, model.dropout_sites, precision.device)
     training_step = TrainingStep(forward, state, inputs, cfg, precision, world)
     with no_garbage_collection():
-        for step in range(cfg.train.steps):
-            with clock.step():
-                training_step(step)
-    times = [round(ms, 4) for ms in clock.steps_ms]
+        times = [round(ms, 4) for ms in clock.times(training_step, range(cfg.train.steps))]
     peak = None if clock.peak_gb is None else world.max(round(clock.peak_gb * 2**30)) / 2**30
     return {"steps_ms": times, "peak_gb": peak}
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/hf_llama.py`
 
-from ablation.adoption import check_parity, measure
+from adoption.check import check_parity, measure
 from ops import adopt, backend_for
 
 

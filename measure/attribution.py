@@ -18,20 +18,15 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
-
-from model import loss as losses
-from model.attention import QueryKeySite
-from model.norm import NormSite
+from torch.profiler import ProfilerActivity, profile
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
 NORM_SITE = "prenorm norm site"  # the range around a site's forward
@@ -67,27 +62,31 @@ class Launch(NamedTuple):
 
 
 def profile_step(
-    step: Callable[[], object], device: torch.device, model: nn.Module | None, *, steps: int = 3, warmup: int = 2
+    step: Callable[[], object],
+    device: torch.device,
+    marks: AbstractContextManager[object] | None,
+    *,
+    steps: int = 3,
+    warmup: int = 2,
 ) -> list[Kernel]:
     """What a step launches on a GPU, and how long that runs.
 
     Args:
         step: one training step.
-        model: the module whose norm sites are to be marked. None where the step runs compiled: there, marks would make
-            torch.compile start anew, and vanish in its kernels.
+        marks: ranges NORM_SITE around the norm sites of the model, and LOSS_SITE around its loss. None where the step runs
+            compiled: there, marks would make torch.compile start anew, and vanish in its kernels.
         steps: profiled steps; results are their mean.
         warmup: steps before them, unmarked.
     """
     for _ in range(warmup):
         step()
     torch.cuda.synchronize(device)
-    marked = nullcontext() if model is None else marked_sites(model)
-    with marked, profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with marks or nullcontext(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize(device)
     launches = gpu_launches(list(profiler.events() or ()))
-    return summed(launches if model is None else map(with_compiled_site, launches), steps)
+    return summed(launches if marks is None else map(with_compiled_site, launches), steps)
 
 
 def with_compiled_site(launch: Launch) -> Launch:
@@ -179,22 +178,6 @@ def group_of(name: str, within: tuple[str, ...] = (), forward: tuple[str, ...] =
 
 
 # --- what launched it ---
-
-
-@contextmanager
-def marked_sites(model: nn.Module) -> Iterator[None]:
-    """A range named NORM_SITE around each forward of the model's norm sites, and LOSS_SITE around its loss."""
-    sites = [module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)]
-    own = losses.cross_entropy
-    losses.cross_entropy = record_function(LOSS_SITE)(own)
-    for site in sites:
-        site.forward = record_function(NORM_SITE)(site.forward)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        losses.cross_entropy = own
-        for site in sites:
-            del site.forward  # that of its class is left
 
 
 def gpu_launches(events: Sequence[FunctionEvent]) -> list[Launch]:

@@ -5,7 +5,6 @@ adds the same to all of them. Every arm stands at every place of a cycle equally
 """
 
 import gc
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,11 +63,6 @@ def block_orders(names: Sequence[str], cycles: int, seed: int) -> Iterator[Seque
         else:
             shuffle(order)
         yield [*order, *reversed(order)]
-
-
-def positions_of(name: str, names: Sequence[str], cycles: int, seed: int) -> list[int]:
-    """For each counted block of `name` in run_blocks: how many counted blocks, of all names, ran before it."""
-    return [at for at, ran in enumerate(itertools.chain(*block_orders(names, cycles, seed))) if ran == name]
 
 
 def memory_orders(arms: int, cycles: int, seed: int) -> list[tuple[int, ...]]:

@@ -68,6 +68,12 @@ def mean_interval(samples: Sequence[float] | np.ndarray) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def geometric_mean(ratios: Sequence[float]) -> Interval:
+    """With the interval of `mean_interval` of the logarithms."""
+    found = mean_interval(np.log(ratios))
+    return Interval(*(float(np.exp(x)) for x in (found.median, found.low, found.high)))
+
+
 def _median(samples: np.ndarray) -> Interval:
     return _bootstrap((samples,), np.median)
 

@@ -11,7 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from configs import ConfigError, as_config_errors, keys
 from measure.files import json_text, relative, replace_text
 from measure.tables import flat
 
@@ -20,30 +19,28 @@ class Store:
     """The lines of a file: those of an earlier process, if there are any, and those that `add` appends.
 
     Raises:
-        ConfigError: they are of something else than `facts`, or not as they were written.
+        ValueError: they are of something else than `facts`, or not as they were written.
+        OSError: they can't be read.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         self._path, self._text, self._sum = path, "", ""
         self.lines: list[dict[str, Any]] = []
-        with as_config_errors():
-            found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         for number, text in enumerate(found.split("\n")[:-1], start=1):  # the last one was cut short by a crash, or is empty
             with suppress(ValueError, TypeError, AttributeError):
                 line = json.loads(text)
                 line.pop("sum", None)
                 if self._append(line) == text:
                     continue
-            raise ConfigError(
+            raise ValueError(
                 f"{relative(path)}: line {number} is not as it was written. Delete it and all after it, to remake them."
             )
         facts = flat(json.loads(json.dumps(facts)))
         if not self.lines:
             self._append(facts)
-        before = self.lines.pop(0)
-        if changed := [name for name in before | facts if before.get(name) != facts.get(name)]:
-            pairs = (f"{name}={keys.shown(facts.get(name))}, there {keys.shown(before.get(name))}" for name in changed[:4])
-            raise ConfigError(f"{relative(path)} is of something else: {'; '.join(pairs)}. Change it, or name another folder.")
+        if changed := differing(facts, self.lines.pop(0)):
+            raise ValueError(f"{relative(path)} is of something else: {changed}. Change it, or name another folder.")
         replace_text(path, self._text)
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -58,3 +55,14 @@ class Store:
         self._text += f"{text}\n"
         self.lines.append(line)
         return text
+
+
+def differing(facts: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """ "optim.lr=0.1, there 0.2": the first four facts that differ from those of earlier lines; nothing where all agree."""
+
+    def shown(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    facts = json.loads(json.dumps(facts))
+    changed = [name for name in {**there, **facts} if there.get(name) != facts.get(name)]
+    return "; ".join(f"{name}={shown(facts.get(name))}, there {shown(there.get(name))}" for name in changed[:4])

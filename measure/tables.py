@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -36,8 +36,23 @@ def compact_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> st
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def columns(rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of rows that may lack some columns; those of the fullest row come first."""
+    names = list(dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row))
+    return names, [[row.get(name, NOTHING) for name in names] for row in rows]
+
+
+def document(title: str, *parts: str) -> str:
+    """Markdown of a title and of all parts that are not empty."""
+    return "\n\n".join([f"# {title}", *filter(None, parts)]) + "\n"
+
+
 def section(title: str, body: str) -> str:
     return f"## {title}\n\n{body}" if body else ""
+
+
+def listed(lines: Iterable[str]) -> str:
+    return "\n".join(wrapped(f"- {line}") for line in lines)
 
 
 def environment(facts: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.schema import ModelConfig, NormConfig, NormImpl
-from model.norm import Affine, How, NormSite, compiled_alone, norm_rows
+from model.norm import NormSite
+from model.sites import Affine, How, compiled_alone, norm_rows
 from ops import rotary_qkv_fn
 
 Normed = Callable[[Tensor], Tensor]

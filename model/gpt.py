@@ -27,7 +27,7 @@ from model.attention import Attention, rotary_table
 from model.block import ParallelBlock, SequentialBlock, norm_site
 from model.loss import next_token_loss, softcapped
 from model.mlp import MLP
-from model.norm import activation_dtype
+from model.sites import activation_dtype
 
 COLDEST = 1e-30  # a lower temperature would sample the same, and logits divided by it overflow
 

@@ -1,27 +1,20 @@
 """Norm sites of other libraries, which fuse a part of the site or all of it: norm.impl=flash_attn, liger, quack.
 
-Each takes the tensors of a site and what it does (`model.norm`), and returns what `model.norm.torch_site` returns. What a
-library has no kernel for, PyTorch computes before it, as its users do. `configs.rules` refuses what a library can't do. The
-libraries are imported at the first call.
+Each takes the tensors of a site and what it does, and returns what `model.sites.torch_site` returns. What a library has no
+kernel for, PyTorch computes before it, as its users do. `configs.rules` refuses what a library can't do. The libraries are
+imported at the first call.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from configs.schema import NormImpl
+from model.sites import Affine, How, Inputs, Outputs
 from ops import Norm
-
-if TYPE_CHECKING:
-    from model.norm import Affine, How, Inputs
-
-Outputs = Tensor | tuple[Tensor, ...]
 
 
 def flash_attn(inputs: Inputs, affine: Affine, how: How) -> Outputs:

@@ -11,67 +11,19 @@ new stream:
 (norm.placement=post), y is the stream too.
 
 `norm.impl=fused` computes this in one kernel. `torch` uses PyTorch's operators, and `compiled` is that same code under
-torch.compile, alone. `model.libraries` has the norms of other libraries. Parameters, their names and their initial values do
-not depend on the implementation, so a checkpoint of one loads in the other.
+torch.compile, alone: `model.sites`. `model.libraries` has the norms of other libraries. Parameters, their names and their
+initial values do not depend on the implementation, so a checkpoint of one loads in the other.
 """
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple, assert_never, cast
+from typing import Any, assert_never
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.schema import DropoutMasks, NormConfig, NormImpl, NormKind, NormWeight
 from model import libraries
-from ops import Norm, norm_fn, seeded_dropout
-from ops.reference import NORMS
-
-
-class Inputs(NamedTuple):
-    """The tensors of one call of a norm site; see NormSite.forward. Row scales are [...] fp32, of drop path."""
-
-    x: Tensor
-    residual: Tensor | None
-    x1: Tensor | None
-    rowscale: Tensor | None
-    rowscale1: Tensor | None
-    seed: Tensor | None
-
-
-class Affine(NamedTuple):
-    """The parameters of a site."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    weight1: Tensor | None
-    bias1: Tensor | None
-    scalars: Tensor | None
-    branch_weight: Tensor | None
-    branch_bias: Tensor | None
-    branch_scalars: Tensor | None
-
-
-class How(NamedTuple):
-    """What a norm site does, apart from its tensors."""
-
-    kind: Norm
-    branch_kind: Norm
-    parallel: bool  # there is y1
-    zero_centered: bool
-    residual_scale: float
-    eps: float
-    dropout: float  # 0 in evaluation
-    shared_masks: bool
-    prenorm: bool
-    stream_dtype: torch.dtype  # of the new residual stream
-    out_dtype: torch.dtype  # of y and y1
-
-
-Drop = Callable[[Tensor, Tensor | None, Tensor | None, int, How], Tensor]
-Normalise = Callable[..., Tensor]  # of the arguments of `normalise`
-Outputs = Tensor | tuple[Tensor, ...]
+from model.sites import Affine, How, Inputs, Outputs, activation_dtype, compiled_alone, fused_site, torch_site
+from ops import Norm, seeded_dropout
 
 
 class NormSite(nn.Module):
@@ -135,12 +87,10 @@ class NormSite(nn.Module):
         self.branch_weight = parameter(one, norms[1])
         self.branch_bias = parameter(0.0, bias and norms[1])
         self.branch_scalars = scalars(self.branch_kind)
-        self._drop: Drop = drop  # of norm.impl=torch; parity tests exchange them
-        self._norm: Normalise = normalise
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, x1: Tensor | None = None, seed: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Outputs:
         """The next sublayers' inputs and the new residual stream.
 
         Args:
@@ -163,20 +113,21 @@ class NormSite(nn.Module):
         how = self._how(dropout, self.shared_masks, self.prenorm, stream_dtype, activation_dtype(x))
         if self.y_is_stream:
             how = how._replace(prenorm=False, out_dtype=stream_dtype)
-        inputs = Inputs(x, residual, x1, rowscale, rowscale1, seed)
-        affine = self._affine()
+        outputs = self.compute(Inputs(x, residual, x1, rowscale, rowscale1, seed), self._affine(), how)
+        return (outputs, outputs) if self.y_is_stream and isinstance(outputs, Tensor) else outputs
+
+    def compute(self, inputs: Inputs, affine: Affine, how: How) -> Outputs:
         match self.impl:
             case NormImpl.fused:
-                outputs = fused_site(inputs, affine, how)
+                return fused_site(inputs, affine, how)
             case NormImpl.torch:
-                outputs = torch_site(inputs, affine, how, self._drop, self._norm)
+                return torch_site(inputs, affine, how)
             case NormImpl.compiled:
-                outputs = compiled_alone(torch_site)(inputs, affine, how)
+                return compiled_alone(torch_site)(inputs, affine, how)
             case NormImpl.flash_attn | NormImpl.liger | NormImpl.quack:
-                outputs = libraries.SITES[self.impl](inputs, affine, how)
+                return libraries.SITES[self.impl](inputs, affine, how)
             case _:
                 assert_never(self.impl)
-        return (outputs, outputs) if self.y_is_stream and isinstance(outputs, Tensor) else outputs
 
     def as_function(self, x: Tensor) -> tuple[Affine, How]:
         """What `norm_rows` takes to normalise as this module does, in evaluation or of a site without dropout."""
@@ -235,84 +186,3 @@ def has_bias(kind: NormKind) -> bool:
             return True
         case _:
             assert_never(kind)
-
-
-def drop(x: Tensor, rowscale: Tensor | None, seed: Tensor | None, stream: int, how: How) -> Tensor:
-    """dropout(x · rowscale), in x's dtype."""
-    if rowscale is not None:
-        x = (x * rowscale[..., None]).to(x.dtype)  # the factor stays fp32, as bf16 has an error of up to 0.4 %
-    if how.dropout and how.shared_masks:
-        assert seed is not None  # GPT draws one
-        return seeded_dropout(x, how.dropout, seed, stream)
-    return F.dropout(x, how.dropout)
-
-
-def normalise(r: Tensor, weight: Tensor | None, bias: Tensor | None, how: How, scalars: Tensor | None = None) -> Tensor:
-    # The stream may be bf16 while the weights are fp32. Autocast converts the inputs of F.layer_norm to fp32, but
-    # not everywhere those of F.rms_norm, which would then run many small kernels. This converts both.
-    dtype = r.dtype if weight is None else torch.promote_types(r.dtype, weight.dtype)
-    weight, bias, scalars = (None if t is None else t.to(dtype) for t in (weight, bias, scalars))
-    if weight is not None and how.zero_centered:
-        weight = 1.0 + weight
-    return NORMS[how.kind](r.to(dtype), weight, bias, how.eps, scalars)
-
-
-def fused_site(inputs: Inputs, affine: Affine, how: How) -> Outputs:
-    """The site in one kernel."""
-    outputs = norm_fn(
-        how.kind, inputs.x, residual=inputs.residual, x1=inputs.x1, rowscale=inputs.rowscale, rowscale1=inputs.rowscale1,
-        **affine._asdict(), branch_norm=how.branch_kind, zero_centered_weight=how.zero_centered,
-        residual_scale=how.residual_scale, eps=how.eps, dropout_p=how.dropout, prenorm=how.prenorm,
-        residual_in_fp32=how.stream_dtype == torch.float32, out_dtype=how.out_dtype, seed=inputs.seed,
-    )  # fmt: skip
-    return cast(Outputs, outputs)  # only masks can be None, and none are asked for
-
-
-def torch_site(inputs: Inputs, affine: Affine, how: How, drop: Drop = drop, norm: Normalise = normalise) -> Outputs:
-    """The site in PyTorch's operators: F.dropout, +, F.layer_norm or F.rms_norm, as people write them."""
-    x, residual = inputs.x, inputs.residual
-    if how.branch_kind != Norm.none:
-        branch = affine.branch_weight, affine.branch_bias, how._replace(kind=how.branch_kind), affine.branch_scalars
-        x = norm(x, *branch).to(x.dtype)
-    z = drop(x, inputs.rowscale, inputs.seed, 0, how)
-    if residual is not None:
-        z = (residual if how.residual_scale == 1.0 else how.residual_scale * residual) + z
-    if inputs.x1 is not None:
-        z = z + drop(inputs.x1, inputs.rowscale1, inputs.seed, 1, how)
-    stream = z.to(how.stream_dtype)
-
-    def normed(weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y = stream if how.kind == Norm.none else norm(stream, weight, bias, how, affine.scalars)
-        return y.to(how.out_dtype)
-
-    outputs = [normed(affine.weight, affine.bias)]
-    if how.parallel:
-        outputs.append(normed(affine.weight1, affine.bias1))
-    if how.prenorm:
-        outputs.append(stream)
-    return tuple(outputs) if len(outputs) > 1 else outputs[0]
-
-
-def norm_rows(x: Tensor, affine: Affine, how: How) -> Tensor:
-    """A site of one input and one output: the norm alone."""
-    return cast(Tensor, torch_site(Inputs(x, None, None, None, None, None), affine, how))
-
-
-@cache
-def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function through torch.compile, and nothing around it. Inside a model that is compiled whole it is a part of that.
-
-    All sites share it. Each kind of call (first, middle or final site, training or evaluation) is compiled once, so PyTorch's
-    limit of recompilations, after which fullgraph raises, is set higher than its 8.
-    """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(function, fullgraph=True)
-
-
-def activation_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer computes with input x: autocast's dtype if autocast is on, else the dtype of x.
-
-    A norm that writes y in this dtype saves the cast that autocast would insert before the layer.
-    """
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -15,7 +15,7 @@ from measure.comparison import TORCH, cycle_times, differs, reach
 from measure.differences import Difference, Sample, difference, differences
 from measure.statistics import Interval, mean_interval, paired_ratio
 from study.arms import Arm, Study
-from study.runs import AGAIN, FRESH, SEARCH, TIME, Found
+from study.runs import CONTROL, FRESH, SEARCH, TIME, Found
 from study.timing import OWN_AGAIN, as_baseline
 
 ONE_SIDED = 1.645  # standard errors above which a twentieth lies
@@ -69,7 +69,7 @@ def analyse(study: Study, found: Found) -> Report:
     fresh = bool(study.compared)
     stage = FRESH if fresh else SEARCH
     samples = {name: with_cost(found, name, found.sample(found.of(name, stage, rate=rate))) for name, rate in rates.items()}
-    own, again = samples[baseline], found.sample(found.of(baseline, AGAIN, rate=rates[baseline]))
+    own, again = samples[baseline], found.sample(found.of(baseline, CONTROL, rate=rates[baseline]))
     pooled = replace(own, losses=[*own.losses, *again.losses], failed=own.failed + again.failed)
     against, pairs = judged(study, samples | {baseline: pooled}, fresh)
     prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
@@ -136,8 +136,8 @@ def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     the parabola in log rate through it and its two neighbours.
 
     Its error counts: one neighbour is taken lower and the other higher by a one-sided 95 % limit, from the spread of the
-    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beside a rate at which no run
-    trains no parabola goes on, and the cost is at most the limit of the rise on the other side. Infinite if the best rate has
+    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beside a rate at which most runs
+    fail no parabola goes on, and the cost is at most the limit of the rise on the other side. Infinite if the best rate has
     no neighbour on one side.
     """
     rates, best = found.rates(name), found.best_rate(name)

@@ -1,7 +1,6 @@
 """The arms of a study: what the command line or an option of the group study sweeps, but for learning rates and seeds."""
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,6 +12,7 @@ import configs
 from configs import Config, ConfigError, keys, machine, rules
 from configs.schema import CUDA_GRAPHS, Parallel, Precision
 from measure.statistics import LEAST_SAMPLES
+from measure.store import differing
 from measure.tables import flat
 from model import GPT
 from training.tracking import with_defaults
@@ -92,13 +92,8 @@ class Study:
         """
         there = {line["arm"]: line["config"] for line in lines if "config" in line}
         for arm in self.arms:
-            facts = json.loads(json.dumps(self.facts(arm)))
-            before = there.get(arm.name, facts)
-            if changed := [key for key in {**before, **facts} if before.get(key) != facts.get(key)]:
-                pairs = "; ".join(
-                    f"{key}={keys.shown(facts.get(key))}, there {keys.shown(before.get(key))}" for key in changed[:4]
-                )
-                raise ConfigError(f"{arm.name}: the folder has runs of it with {pairs}. Change it, or name another folder.")
+            if arm.name in there and (changed := differing(self.facts(arm), there[arm.name])):
+                raise ConfigError(f"{arm.name}: the folder has runs of it with {changed}. Change it, or name another folder.")
         return set(there)
 
 

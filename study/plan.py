@@ -2,8 +2,8 @@
 
 race         every given rate, with the seeds of the command, for the first compare.race_steps of its schedule. Two rates go on
 search       these two to the end, and then rates around the best one, until on either side it has a neighbour within half a
-             step of the given rates, or a quarter where that one fails; also beyond the given ones. A rate fails if no run
-             trains there, with MORE other seeds too: by chance it would otherwise end the search beside a better rate
+             step of the given rates, or a quarter where that one fails; also beyond the given ones. A rate fails if most of
+             its runs do, with MORE other seeds too: by chance it would otherwise end the search beside a better rate
 fresh        the arm at its best rate with compare.fresh seeds that had no part in the choice: these are compared
 A/A          the baseline with as many seeds again
 equal time   with compare.equal_time: an arm whose step takes longer than the fastest one's, with a schedule of the steps that
@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from study.arms import MORE_SEEDS, Arm, Study
-from study.runs import AGAIN, FRESH, RACE, SEARCH, TIME, Found
+from study.runs import CONTROL, FRESH, RACE, SEARCH, TIME, Found
 
 MOST_RATES = 8  # that the search adds to the given ones
-MORE = 4  # seeds, for a rate at which every run failed
+MORE = 4  # seeds, for a rate at which most runs failed
 
 
 class Train(Protocol):
@@ -38,7 +38,7 @@ def make_all(study: Study, found: Found, train: Train, time: Callable[[Arm], Non
         rate = found.best_rate(arm.name) if len(study.rates) > 1 else study.rates[0]
         train(arm, FRESH, [rate], study.compared)
         if arm.name == study.baseline.name:
-            train(arm, AGAIN, [rate], study.again)
+            train(arm, CONTROL, [rate], study.again)
         time(arm)
 
 

@@ -35,19 +35,19 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
     pictures = "![differences from the baseline](differences.png)\n\n![loss against learning rate](rates.png)"
     if plots.depth(found, made, folder / "depth.png", footer):
         pictures += "\n\n![along the depth](depth.png)"
-    parts = [
-        "# Study",
+    text = tables.document(
+        "Study",
         *(tables.wrapped(f"{name.capitalize()}: {text}") for name, text in study.words.items()),
         tables.wrapped(words(made)),
         *more,
         pictures,
         tables.markdown(*table(made)),
-        *([tables.section("Every pair", _markdown(_pairs(made)))] if made.pairs else []),
-        *([tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]))] if found.times else []),
+        tables.section("Every pair", _markdown(_pairs(made)) if made.pairs else ""),
+        tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]) if found.times else ""),
         tables.section("All runs of the search", _markdown(_runs(found, [arm.name for arm in study.arms]))),
         tables.section("Environment", tables.environment(facts | {"runs by revision": revisions(found)})),
-    ]
-    replace_text(folder / "report.md", "\n\n".join(parts) + "\n")
+    )
+    replace_text(folder / "report.md", text)
     pairs = [{"arm": arm, "base": base, **asdict(of)} for (arm, base), of in made.pairs.items()]
     data = {"report": asdict(made) | {"pairs": pairs}, "environment": facts, **asdict(found)}
     replace_text(folder / "report.json", json_text(data, indent=1) + "\n")
@@ -124,16 +124,11 @@ def _p(p: float | None) -> str:
 
 def table(made: Report) -> tuple[list[str], list[list[str]]]:
     """The main table: its header, and a line for each arm."""
-    return _columns([_main(arm) for arm in made.arms])
-
-
-def _columns(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    columns = list(dict.fromkeys(column for row in sorted(rows, key=len, reverse=True) for column in row))
-    return columns, [[row.get(column, NOTHING) for column in columns] for row in rows]
+    return tables.columns([_main(arm) for arm in made.arms])
 
 
 def _markdown(rows: list[Row]) -> str:
-    return tables.markdown(*_columns(rows))
+    return tables.markdown(*tables.columns(rows))
 
 
 def _main(arm: ArmReport) -> Row:

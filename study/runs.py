@@ -23,7 +23,7 @@ from study.timing import block_times, contenders, cycles_of
 from training.precision import MixedPrecision
 
 # Stages: study/plan.py says what each is for.
-RACE, SEARCH, FRESH, AGAIN, TIME = "race", "search", "fresh", "A/A", "equal time"
+RACE, SEARCH, FRESH, CONTROL, TIME = "race", "search", "fresh", "A/A", "equal time"
 
 
 @dataclass
@@ -82,10 +82,10 @@ class Found:
         return Sample(trained, len(losses) - len(trained))
 
     def rates(self, arm: str, stage: str = SEARCH) -> dict[float, float]:
-        """By rate, the lowest first: the median last loss of the runs that trained; infinite if none did."""
+        """By rate, the lowest first: the median last loss of the runs that trained; infinite where most did not."""
         tried = sorted({run.rate for run in self.of(arm, stage)})
-        samples = {rate: self.sample(self.of(arm, stage, rate=rate)).losses for rate in tried}
-        return {rate: median(losses) if losses else math.inf for rate, losses in samples.items()}
+        samples = {rate: self.sample(self.of(arm, stage, rate=rate)) for rate in tried}
+        return {rate: math.inf if of.failed > len(of.losses) else median(of.losses) for rate, of in samples.items()}
 
     def best_rate(self, arm: str) -> float:
         """The rate with the lowest median loss in the search; where all are infinite, the lowest rate. Without a search: its

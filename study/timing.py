@@ -23,7 +23,7 @@ from study.arms import Arm
 from study.engine import Engine
 from training.precision import MixedPrecision
 
-OWN_AGAIN = "again"  # a contender
+OWN_AGAIN = "again"  # the arm once more, for A/A
 BLOCK_MS = 50.0
 
 
@@ -63,12 +63,8 @@ def block_times(
         engines[name].begin(cfg)
 
     def steps_ms(name: str, steps: int) -> list[float]:
-        engine, clock = engines[name], StepClock(precision.device, warmup=LEAD_IN)
-        engine.restart()
-        for _ in range(LEAD_IN + steps):
-            with clock.step():
-                engine.advance(1)
-        return clock.steps_ms
+        engines[name].restart()
+        return StepClock(precision.device, warmup=LEAD_IN).times(lambda _: engines[name].advance(1), range(LEAD_IN + steps))
 
     steps = block_length([steps_ms(name, LEAST_STEPS) for name in engines], BLOCK_MS)
     steps = min(steps, engine.cfg.train.steps - LEAD_IN)

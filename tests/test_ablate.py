@@ -46,7 +46,7 @@ def measured(monkeypatch):
     def measure(work, mode, *_):
         return results.cell(work.variant.overrides, mode, 1.0, kernels=False, seed=0, arms=[TORCH, AGAIN, FUSED, FUSED_AGAIN])
 
-    monkeypatch.setattr(ablate, "measure", measure)
+    monkeypatch.setattr(ablate, "time_cell", measure)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     report = (whole / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in " ".join(report.split()) and found.command in report
-    assert len((whole / "steps.jsonl").read_text().splitlines()) == 4 * 12, "a line for each block"
+    _, *cycles, end = map(json.loads, (whole / "cycles.jsonl").read_text().splitlines())
+    assert [list(cycle["blocks_ms"]) for cycle in cycles] == [list(cell.arms)] * 6 and end["exit_code"] == 0
     assert {"speedup.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 
@@ -116,7 +117,7 @@ def test_what_it_can_not_do_is_refused_before_anything_runs(
     overrides, message, tiny, here, trained, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")  # of an agent; nothing to a run without W&B
-    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(ablate, "time_cell", lambda *_: pytest.fail("measured"))
     assert ablate.main([*tiny, *overrides.replace("RUN", str(trained.folder)).split()]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
@@ -135,8 +136,8 @@ def no_memory(*_):
 def test_a_signal_and_a_lack_of_memory_keep_what_was_measured(
     fails, code, said, tiny, here, measured, monkeypatch, capsys, ablations
 ):
-    cells = iter([ablate.measure, fails])
-    monkeypatch.setattr(ablate, "measure", lambda *given: next(cells)(*given))
+    cells = iter([ablate.time_cell, fails])
+    monkeypatch.setattr(ablate, "time_cell", lambda *given: next(cells)(*given))
     assert ablate.main([*tiny, TIMES, "model.dropout=0.0,0.1"]) == code
     assert len(ablations[-1].cells) == 1 and said in capsys.readouterr().err
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
@@ -153,7 +154,7 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
 
 
 def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tiny, here, monkeypatch, capsys, ablations):
-    """Four arms: four warm-ups, then eight blocks a cycle. The first cycle of a process is not counted."""
+    """Four arms: four warm-ups of two calls, then eight blocks a cycle. The first cycle of a process is not counted."""
     runs, run = [], ablate.timing.run
 
     def stopping_at(call):
@@ -167,7 +168,7 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
         monkeypatch.setattr(ablate.timing, "run", one)
 
     command = [*tiny, TIMES]
-    stopping_at(4 + 8 * 5 + 2)
+    stopping_at(2 * 4 + 8 * 5 + 2)
     assert ablate.main(command) == 130
     folder = here()
     assert f"add folder=runs/{folder.name} resume=auto" in capsys.readouterr().err and not ablations
@@ -181,7 +182,7 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
 
     stopping_at(None)
     assert ablate.main([*command, f"folder={folder}", "resume=auto"]) == 0
-    begun = [start for _, start in runs[4:]]  # after the warm-ups, which come again
+    begun = [start for _, start in runs[8:]]  # after the warm-ups, which come again
     assert begun == [1 + 2 * cycle for cycle in (4, 5, 6) for _ in range(8)]
     for name, arm in ablations[-1].cells[0].arms.items():
         assert len(arm.blocks_ms) == 12, "two blocks in each of six cycles"
@@ -260,7 +261,7 @@ def test_compiled_sites_and_nanogpt_are_arms_with_their_pairs_and_a_verdict_on_t
     ],
 )
 def test_a_nanogpt_that_computes_something_else_is_not_timed(old, new, keys, tiny, here, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(ablate, "time_cell", lambda *_: pytest.fail("measured"))
     arms = ["ablate.arms=[torch,fused,nanogpt]", f"ablate.nanogpt={checkout(tmp_path / 'nanoGPT', {old: new})}"]
     assert ablate.main([*keys, *tiny, *arms]) == 2
     assert re.search(r"nanoGPT's (model and ours differ|parameters are not those of ours)", capsys.readouterr().err)

@@ -16,7 +16,7 @@ from data import load_corpus
 from measure.store import Store
 from study.arms import study_of
 from study.plan import make_all
-from study.runs import AGAIN, FRESH, RACE, SEARCH, Runs
+from study.runs import CONTROL, FRESH, RACE, SEARCH, Runs
 from study.timing import OWN_AGAIN
 from tests.runs import ROOT, precision, read_json, wait_until
 
@@ -39,7 +39,7 @@ def test_it_leaves_a_report_and_pictures(studied):
         assert (studied / f"{name}.png").stat().st_size > 1e4
     runs, found = results(studied), read_json(studied / "report.json")
     stages = [run["stage"] for run in runs]
-    assert [stages.count(of) for of in (RACE, FRESH, AGAIN)] == [2 * 3, 2 * 2, 2] and stages.count(SEARCH) >= 2 * 2
+    assert [stages.count(of) for of in (RACE, FRESH, CONTROL)] == [2 * 3, 2 * 2, 2] and stages.count(SEARCH) >= 2 * 2
     assert found["results"] == runs
     ended = [run for run in runs if run["stage"] != RACE]
     assert all([seen["step"] for seen in run["probes"]] == [3, 6, 9, 12] for run in ended)

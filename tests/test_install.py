@@ -12,7 +12,7 @@ import pytest
 from tests.runs import ROOT
 
 BUILD = "import setuptools.build_meta as backend, sys; getattr(backend, sys.argv[1])(sys.argv[2])"
-CHECK = ("adoption", "adopted_models", "rounding", "comparison", "schedule", "statistics", "tables", "clock")
+CHECK = ("check", "models", "rounding", "comparison", "schedule", "statistics", "tables", "clock")
 
 
 def python(code: str, cwd: Path, *arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedProcess:

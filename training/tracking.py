@@ -5,10 +5,10 @@ import logging as python_logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import wandb
 from requests.utils import get_netrc_auth
@@ -162,28 +162,35 @@ def _end_process() -> None:
         wandb.teardown()
 
 
-class Group:
-    """The runs of one measurement; nothing where W&B is disabled. After a start that fails, the next ones are kept offline."""
+class Logged(NamedTuple):
+    """A run of a measurement, as W&B gets it."""
 
-    def __init__(self, logging: LoggingConfig, folder: Path, tag: str) -> None:
-        self._logging, self._facts = with_defaults(logging)
-        self._folder, self._tag, self._group = folder, tag, self._logging.group or folder.name
+    name: str
+    config: dict[str, Any]
+    lines: Iterable[tuple[int, dict[str, Any]]]  # steps and their values
+    summary: dict[str, Any]
+    tags: Sequence[str] = ()
+    tables: Mapping[str, Table] = {}
+    pictures: Sequence[Path] = ()
 
-    def start(self, name: str, config: dict[str, Any], tags: Sequence[str] = ()) -> Tracker:
-        tags = list(dict.fromkeys([*(self._logging.tags or []), self._tag, *tags]))
-        named = f"{self._logging.name or self._group}/{name}"
-        run = Tracker(self._logging, self._folder, group=self._group, name=named, tags=tags, config=config)
-        self._logging = replace(self._logging, wandb=run.mode)
-        self._facts += [run.note] if run.note else []
-        return run
 
-    def sum_up(self, config: dict[str, Any], values: dict[str, Any], tables: Mapping[str, Table]) -> str:
-        """Makes the last run, with the pictures of the folder. Returns the mode of W&B, and why."""
-        run = self.start("summary", config)
-        run.summarise(values)
-        for name, table in tables.items():
+def log_group(logging: LoggingConfig, folder: Path, tag: str, runs: Iterable[Logged]) -> str:
+    """Logs the runs of one measurement as a group, and nothing where W&B is disabled. After a start that fails, the next ones
+    are kept offline. Returns the mode of W&B, and why."""
+    logging, facts = with_defaults(logging)
+    group = logging.group or folder.name
+    for one in runs:
+        tags = list(dict.fromkeys([*(logging.tags or []), tag, *one.tags]))
+        named = f"{logging.name or group}/{one.name}"
+        run = Tracker(logging, folder, group=group, name=named, tags=tags, config=one.config)
+        logging, facts = replace(logging, wandb=run.mode), [*facts, *filter(None, [run.note])]
+        for step, values in one.lines:
+            run.log(values, step)
+        run.summarise(one.summary)
+        for name, table in one.tables.items():
             run.log_table(f"tables/{name}", table)
-        for picture in sorted(self._folder.glob("*.png")):
+        for picture in one.pictures:
             run.log_image(f"plots/{picture.stem}", picture, 0)
         run.finish(0)
-        return described(run.mode, self._facts)
+    assert logging.wandb is not None
+    return described(logging.wandb, facts)

@@ -7,8 +7,8 @@ A module keeps its own forward. What runs is a copy of it under other names: the
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, update_wrapper, wraps
-from types import FunctionType, new_class
+from functools import update_wrapper
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..checks import KERNEL_DTYPES
 from ..rotary import rotary_qk_fn
+from .adopted import Adopted
 from .lazy import Lazy, autocasts, can_go_along, settled
 
 
@@ -28,36 +29,24 @@ class Turn(NamedTuple):
     fp32_angles: bool  # cos and sin are fp32 beside queries in bf16, which stay bf16
     norms: tuple[str, ...]  # of queries and of keys, which its kernel computes along
 
+    def __str__(self) -> str:
+        along = f"with {' and '.join(self.norms)} " if self.norms else ""
+        return f"rotary positions {along}in one kernel"
 
-class AdoptedAttention(nn.Module):
+
+class AdoptedAttention(Adopted):
     """Attention of somebody's model that runs `rotary_qk_fn`."""
 
-    _own: type  # the module's class before
-    _turn: Turn
+    _what = "rotary positions"
+    _how: Turn
 
-    def __reduce_ex__(self, protocol):
-        return _rebuild, (self._own, self._turn), dict(vars(self))
+    @classmethod
+    def _ours(cls, turn: Turn, recognised: Any) -> Callable:
+        return with_names(recognised, {turn.function: turning(turn, recognised.__globals__[turn.function])}, turn.norms)
 
-
-def _rebuild(own: Any, turn: Turn) -> Any:
-    """An adopted module without attributes, for copies and pickles."""
-    return object.__new__(adopted_class(own, turn, own.forward))
-
-
-@cache
-def adopted_class(own: Any, turn: Turn, recognised: Any) -> type:
-    """recognised: the forward of `own` that `turn` was found in."""
-    ours = with_names(recognised, {turn.function: turning(turn, recognised.__globals__[turn.function])}, turn.norms)
-
-    @wraps(recognised)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_own = own.forward is recognised  # otherwise a tool has replaced it since
-        return (ours if is_own else own.forward)(self, *args, **kwargs)
-
-    body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_own": own, "_turn": turn}
-    body |= {"_recognised": staticmethod(recognised), "forward": forward}
-    body |= {_later(name): _leaving(name) for name in turn.norms}
-    return new_class(own.__name__, (AdoptedAttention, own), {}, lambda space: space.update(body))
+    @classmethod
+    def _more(cls, own: type, turn: Turn) -> dict[str, Any]:
+        return {_later(name): _leaving(name) for name in turn.norms}
 
 
 def with_names(forward: FunctionType, functions: dict[str, Any], norms: Sequence[str]) -> Any:

@@ -10,14 +10,14 @@ block's forward. Hooks of the block run around all of this.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
-from types import new_class
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..torch_state import has_hooks
+from .adopted import Adopted, become
 from .lazy import Lazy, autocasts, can_go_along, look_ahead, settled
 
 _CALLED_BY = "_called_by"  # of a part: the block whose forward runs, and whether it records gradients
@@ -91,8 +91,6 @@ def part_of(block: nn.Module, path: str) -> Any:
 def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict) -> Any:
     """The block's own forward, in which its norms and sums are computed together."""
     fused = block._fused
-    if fused is None:
-        return own_forward(block, *args, **kwargs)
     if args:
         args = (_with_norm_ahead(block, fused, args[0]), *args[1:])
     elif fused.plan.argument in kwargs:
@@ -138,51 +136,31 @@ class Fused:
     sources: list[Source]
 
 
-class AdoptedBlock(nn.Module):
+class AdoptedBlock(Adopted):
     """A block of somebody's model whose sums are computed in the kernels of its norms."""
 
-    _own: type  # its class before
-    _fused: Fused | None = None  # None again after `unfuse`
+    _fused: Fused
 
-    def __reduce_ex__(self, protocol):
-        return _rebuild, (self._own,), dict(vars(self))
+    @classmethod
+    def _more(cls, own: Any, how: None) -> dict[str, Any]:
+        @wraps(own.forward)
+        def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
+            return run(self, own.forward, args, kwargs)  # which a tool may have replaced since
 
+        return {"forward": forward}
 
-@cache
-def _adopted_class(own: Any) -> type:
-    @wraps(own.forward)
-    def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
-        return run(self, own.forward, args, kwargs)  # which a tool may have replaced since
-
-    names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return new_class(own.__name__, (AdoptedBlock, own), {}, lambda space: space.update(names, forward=forward, _own=own))
-
-
-def _rebuild(own: type) -> Any:
-    return object.__new__(_adopted_class(own))
+    def _give_back(self) -> None:
+        for module in self.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for id in [id for id, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Source)]:
+                    del hooks[id]
 
 
 def fuse(block: Any, plan: Any, residual_in_fp32: bool = False) -> None:
     """Raises TypeError if Python can't give the block's class a subclass."""
-    own: Any = type(block)
-    block.__class__ = _adopted_class(own)
     sources = [Source(block, role, plan.width) for role in plan.roles]
+    become(block, AdoptedBlock, _fused=Fused(plan, residual_in_fp32, sources))
     for source in sources:
         part: nn.Module = block.get_submodule(source.role.path)
         takes = source.role.takes
         source.id = (part.register_forward_pre_hook(source.enter) if takes else part.register_forward_hook(source.leave)).id
-    vars(block)["_fused"] = Fused(plan, residual_in_fp32, sources)
-
-
-def unfuse(block: AdoptedBlock) -> None:
-    for module in block.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for id in [id for id, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Source)]:
-                del hooks[id]
-    vars(block).pop("_fused")
-    if type(block) is _adopted_class(block._own):  # otherwise another tool's class is over it, as that of fully_shard
-        block.__class__ = block._own
-
-
-def fused_blocks(model: nn.Module) -> dict[str, AdoptedBlock]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, AdoptedBlock) and m._fused}

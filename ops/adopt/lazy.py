@@ -28,7 +28,6 @@ from ..reference import Norm
 from ..torch_state import has_hooks, is_eager
 
 WATCH: Callable | None = None  # sees each norm and its x and y, and each sum and its result: for `trial`, and checks of rows
-_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)  # None: it is written in C++, as from PyTorch 2.15 on
 _LOST = (
     "an autograd.Function got what a sublayer of a fused block gave, before its sum, and would lose its gradient. "
     "Where a flag of the block decides that: set the flag, then call adopt; or leave the block alone with only="
@@ -117,13 +116,6 @@ class Lazy:
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
         self._value: Tensor | None = None
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        # An autograd.Function asks each argument for it, and takes what is no tensor for a constant.
-        if sys._getframe(1).f_code is _APPLY:
-            raise TypeError(_LOST)
-        return type(self)
-
     def then(self, **what: Any) -> "Lazy":
         given = {name: getattr(self, name) for name in ("x", "roles", "next_norm", "residual", "x1")}
         return Lazy(**(given | self.parts | what))
@@ -132,7 +124,7 @@ class Lazy:
         """The value. It is computed at the first call, with gradients if a tensor would have been computed with them."""
         if self._value is None:
             if self._had_grad and not torch.is_grad_enabled():
-                if _APPLY is None and _in_function():
+                if not torch.compiler.is_compiling() and _in_function():  # which has taken it for a constant
                     raise TypeError(_LOST)
                 return self._plus(self.residual)
             with torch.set_grad_enabled(self._had_grad):

@@ -3,15 +3,10 @@
     replace_norms(model)        h.0.ln_1: LayerNorm(768) → fused (LayerNorm, eps 1e-05)
     restore_norms(model)
 
-`recognise` finds norms by what they compute. A replaced norm stays the same object, with its Parameters, buffers, hooks, device
-and training flag; only its class becomes a subclass of what it was. So optimizers, checkpoints and references to it hold, and
-isinstance finds what it found before.
+`recognise` finds norms by what they compute.
 """
 
-import types
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,12 +16,10 @@ from torch.nn.parameter import is_lazy
 from ..modules import MODULES
 from ..norm import norm_fn
 from . import lazy
-from .blocks import fused_blocks, unfuse
+from .adopted import Adopted, Only, become, restore
+from .blocks import AdoptedBlock
 from .lazy import Lazy, take_ahead
 from .recognise import OUT_DTYPES, Formula, looks_like_a_norm, may_be_a_norm, recognise
-
-# What a replaced norm has; the first three as torch's norms and ours have them.
-_OURS = ("normalized_shape", "elementwise_affine", "zero_centered_weight", "formula", "eps", "_before")
 
 
 @dataclass(frozen=True)
@@ -42,9 +35,7 @@ class Site:
         return f"{self.name}: {self.was} → {'fused' if self.fused else 'left alone'} ({self.why})"
 
 
-def replace_norms(
-    model: nn.Module, *, only: Callable[[str, nn.Module], bool] | None = None, verbose: bool = True
-) -> list[Site]:
+def replace_norms(model: nn.Module, *, only: Only = None, verbose: bool = True) -> list[Site]:
     """Lets every LayerNorm and RMSNorm of `model` run the fused kernels, in place.
 
     Takes torch's own norms and every class that computes the same over the last dimension: Llama's, T5's and Qwen's RMSNorm,
@@ -65,7 +56,7 @@ def replace_norms(
     return sites
 
 
-def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool] | None) -> Site | None:
+def _replace(name: str, module: nn.Module, only: Only) -> Site | None:
     if any(cls.__name__ in (AdoptedNorm.__name__, "_Fused") for cls in type(module).__mro__):
         by = "" if isinstance(module, (AdoptedNorm, *MODULES.values())) else ", by another copy of this package"
         return Site(name, _described(module), False, f"it is fused already{by}")
@@ -76,15 +67,13 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
         return Site(name, was, False, formula) if looks_like_a_norm(module, name) else None
     if only is not None and not only(name, module):
         return Site(name, was, False, "`only` returned False for it")
-    before = {attribute: vars(module)[attribute] for attribute in _OURS if attribute in vars(module)}
+    shown: dict[str, Any] = {"normalized_shape": () if formula.width is None else (formula.width,)}  # as torch's norms and ours
+    shown |= {"elementwise_affine": formula.weight is not None, "zero_centered_weight": formula.zero_centered_weight}
+    shown |= {name: vars(module)[name] for name in shown if name in vars(module)}
     try:
-        own: Any = type(module)
-        module.__class__ = _adopted_class(own, MODULES[formula.norm], own.forward)  # type: ignore[arg-type]
+        become(module, AdoptedNorm, MODULES[formula.norm], **shown, formula=formula, eps=formula.eps)
     except TypeError as error:
         return Site(name, was, False, f"Python can't give its class a subclass: {error}")
-    shown = (() if formula.width is None else (formula.width,), formula.weight is not None, formula.zero_centered_weight)
-    ours = dict(zip(_OURS, shown, strict=False)) | before
-    vars(module).update(ours | {"formula": formula, "eps": formula.eps, "_before": before})
     return Site(name, was, True, str(formula))
 
 
@@ -95,56 +84,24 @@ def _described(module: nn.Module) -> str:
     return f"{type(module).__name__}({', '.join(map(str, shape)) if isinstance(shape, tuple) else ''})"
 
 
-@cache
-def _adopted_class(own: Any, ours: type, recognised: Any) -> type:
-    # The module's own methods go first, but a class can't stand before its own subclass.
-    bases = (AdoptedNorm, ours) if issubclass(ours, own) else (AdoptedNorm, own, ours)
-    names = {name: getattr(own, name) for name in ("__module__", "__qualname__")}
-    body = {"_own": own, "_recognised": staticmethod(recognised), "_ours": ours, "__doc__": AdoptedNorm.__doc__, **names}
-    return types.new_class(own.__name__, bases, {}, lambda space: space.update(body))
-
-
 def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
     """Undoes `replace_norms` and `fuse_prenorm_block`; returns a line for each module that has its own forward again.
 
     Parameters keep their present values. `eps`, and what else came with the new class, is again what it was before.
 
     Raises:
-        ValueError: since then another tool gave a norm yet another class or forward. Then nothing is restored.
+        ValueError: since then another tool gave a norm or block yet another class or forward. Then nothing is restored.
     """
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, AdoptedNorm)}
-    for norm in norms.values():
-        changed = "its forward" if "forward" in vars(norm) else f"its class, to {type(norm).__name__}"
-        if "forward" in vars(norm) or type(norm) is not _adopted_class(norm._own, norm._ours, norm._recognised):
-            raise ValueError(
-                f"restore_norms: after a {norm._own.__name__} was replaced, another tool changed {changed} (fully_shard, a "
-                "parametrization, module.forward = …); undo that first"
-            )
-    for block in fused_blocks(model).values():
-        unfuse(block)
-    for norm in norms.values():
-        before = norm._before
-        for attribute in _OURS:
-            vars(norm).pop(attribute, None)
-        vars(norm).update(before)
-        norm.__class__ = norm._own
-    lines = [f"{name or 'model'}: {type(norm).__name__} as it was" for name, norm in norms.items()]
+    lines = restore("restore_norms", model, AdoptedNorm, AdoptedBlock)
     print("".join(f"{line}\n" for line in lines if verbose), end="")
     return lines
 
 
-class AdoptedNorm(nn.Module):
+class AdoptedNorm(Adopted):
     """A norm of somebody's model that runs `norm_fn`."""
 
-    _own: Any  # the module's class before
-    _recognised: Any  # the forward of that class, when it was recognised
-    _ours: type  # `LayerNorm` or `RMSNorm`, for isinstance
-    _before: dict[str, Any]  # those of `_OURS` that it had
     formula: Formula
     eps: float | None  # the formula's; may be set, as with torch's norms
-
-    def __reduce_ex__(self, protocol):
-        return _rebuild, (self._own, self._ours, self.has_own_forward()), dict(vars(self))
 
     def forward(self, x: Any = None, **by_name: Any) -> Any:
         """x: also under the name that it has in the model's own forward."""
@@ -165,10 +122,6 @@ class AdoptedNorm(nn.Module):
             return self._own.forward(self, x.tensor())
         waits = x.is_branch() and not x.parts and self.out_dtype(x.x.dtype) == x.x.dtype  # in a fused block
         return x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
-
-    def has_own_forward(self) -> bool:
-        """Whether its class still has the forward that was recognised, which a tool may have replaced since."""
-        return self._own.forward is self._recognised
 
     def of_tensor(self, x: Tensor) -> Tensor:
         y: Any = norm_fn(self.formula.norm, x, *self.weights(), out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))
@@ -214,8 +167,3 @@ class AdoptedNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.formula.width or 'any width'}, {replace(self.formula, eps=self.eps)}"
-
-
-def _rebuild(own: Any, ours: type, has_own_forward: bool) -> Any:
-    """An adopted norm without attributes, for copies and pickles."""
-    return object.__new__(_adopted_class(own, ours, own.forward if has_own_forward else None))

@@ -19,9 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .. import kernels
 from ..kernels import runs_kernels
+from ..kit import forget
 from ..modules import MODULES
 from ..reference import NORMS, Norm
+from .adopted import raised
 
 # Largest relative rms error of a row. fp32 arithmetic is good to 3e-7; an unbiased variance is off by 1/2N, which is more than
 # this up to N = 160,000.
@@ -137,8 +140,8 @@ def _vectors(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """No gradients, autocast, compilation, warnings; fp32 on the CPU by default; random generators stay as they were."""
-    dtype = torch.get_default_dtype()
+    """No gradients, autocast, compilation, warnings or kernels; fp32 on the CPU by default; generators stay as they were."""
+    dtype, interprets, threads = torch.get_default_dtype(), kernels.INTERPRET, torch.get_num_threads()
     with (
         torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), catch_warnings(),
         torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"),
@@ -146,10 +149,16 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     ):  # fmt: skip
         simplefilter("ignore")
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)  # more take longer for so little
+        kernels.INTERPRET = False
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)
+            kernels.INTERPRET = interprets
+            if interprets:
+                forget()  # which calls are the reference's
 
 
 def _formula(module: nn.Module, width: int) -> Formula | str:
@@ -199,8 +208,7 @@ def _formula(module: nn.Module, width: int) -> Formula | str:
         image = _attempt(module, values, torch.ones(2, width, 3, 5))
         if image is not None and image.shape == (2, width, 3, 5):
             return f"it takes channels first, (batch, {width}, height, width); the kernels norm the last dimension"
-        message = (str(error).splitlines() or ["without a message"])[0]
-        return f"trying it on {tuple(rows.shape)} raised {type(error).__name__}: {message}"
+        return f"trying it on {tuple(rows.shape)} {raised(error)}"
 
 
 def _run(module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool = False) -> Tensor:

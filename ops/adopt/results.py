@@ -20,6 +20,20 @@ def floats_in(output: Any, name: str) -> dict[str, Tensor]:
     return {name: t for some in inside for name, t in some.items()}
 
 
+def upstream(y: Tensor) -> Tensor:
+    """A fixed gradient of y."""
+    return torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype).cos()
+
+
+def gradients(outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor], retain_graph: bool = False) -> dict[str, Tensor]:
+    """Those that the outputs give to the leaves that they come from."""
+    live = [y for y in outputs.values() if y.requires_grad]
+    if not live or not leaves:
+        return {}
+    found = torch.autograd.grad(live, [*leaves.values()], [upstream(y) for y in live], retain_graph, allow_unused=True)
+    return {f"the gradient of {name}": g for name, g in zip(leaves, found, strict=True) if g is not None}
+
+
 def difference(wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype | None = None) -> str:
     """In words, what differs by more than rounding to dtype, or to that of each tensor; empty if nothing does."""
     for name in dict.fromkeys((*wanted, *found)):

@@ -17,24 +17,24 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .attention import AdoptedAttention, Turn, adopted_class, norms_along, turning, with_names
+from .adopted import Only, adopted_class, raised, replace, restore
+from .attention import AdoptedAttention, Turn, norms_along, turning, with_names
 from .lazy import settled
 from .norms import AdoptedNorm
 from .recognise import undisturbed
+from .results import difference, floats_in, gradients
 from .stand_ins import clone_of
 
 _FUNCTIONS = re.compile("rotary|rope")
 _PAIRS = ((False, "halves"), (True, "halves"), (True, "neighbours"), (False, "once"))  # interleaved, angles
-# dtype, whether autocast is on, sequences with positions of their own, tokens, and the accepted ‖ours − its own‖ / ‖its own‖
-_CASES = (
-    (torch.float32, False, 2, 5, 1e-4), (torch.bfloat16, False, 1, 5, 0.05), (torch.float32, True, 2, 5, 0.05),
-    (torch.float32, False, 2, 1, 1e-4),
-)  # fmt: skip
+_FP32, _BF16 = torch.float32, torch.bfloat16
+# dtype, whether autocast is on, sequences with positions of their own, tokens
+_CASES = ((_FP32, False, 2, 5), (_BF16, False, 1, 5), (_FP32, True, 2, 5), (_FP32, False, 2, 1))
 
 
-def replace_rotary(model: nn.Module, *, only: Callable[[str, nn.Module], bool] | None = None) -> list[tuple[str, str]]:
+def replace_rotary(model: nn.Module, *, only: Only = None) -> list[tuple[str, str]]:
     """Lets attention modules turn queries and keys, and norm them by head before, in one kernel each way, in place.
 
     Takes modules whose forward calls a function like `apply_rotary_pos_emb(q, k, cos, sin)` on `position_embeddings`, if ours
@@ -48,39 +48,16 @@ def replace_rotary(model: nn.Module, *, only: Callable[[str, nn.Module], bool] |
     Returns:
         The name of each attention module, and what was done with it or why nothing was.
     """
-    lines = []
-    for name, module in model.named_modules():
-        forward = _forward(module)
-        names = () if forward is None or isinstance(module, AdoptedAttention) else forward.__code__.co_names
-        functions = [name for name in names if _FUNCTIONS.search(name) and callable(forward.__globals__.get(name))]
-        if not functions or (only is not None and not only(name, module)):
-            continue
-        was, found = type(module).__name__, _tried(module, functions, model)
-        if isinstance(found, Turn):
-            module.__class__ = adopted_class(type(module), found, type(module).forward)  # type: ignore[arg-type]
-            along = f"with {' and '.join(found.norms)} " if found.norms else ""
-            lines.append((name or "model", f"{was}, rotary positions {along}in one kernel"))
-        else:
-            lines.append((name or "model", f"{was}, rotary positions left alone: {found}"))
-    return lines
+    return replace(model, AdoptedAttention, partial(_trial_of, model), only)
 
 
 def restore_rotary(model: nn.Module) -> list[str]:
-    """Gives attention modules their own class again; returns a line for each.
+    """Undoes `replace_rotary`; returns a line for each module.
 
     Raises:
         ValueError: since then another tool gave one yet another class or forward. Then nothing is restored.
     """
-    adopted = {name: module for name, module in model.named_modules() if isinstance(module, AdoptedAttention)}
-    for name, module in adopted.items():
-        if "forward" in vars(module) or type(module) is not adopted_class(module._own, module._turn, module._recognised):
-            raise ValueError(
-                f"restore_rotary: since {name}, a {module._own.__name__}, was replaced, another tool changed its forward "
-                "or its class (fully_shard, a parametrization, module.forward = …); undo that first"
-            )
-    for module in adopted.values():
-        module.__class__ = module._own
-    return [f"{name or 'model'}: {type(module).__name__} as it was" for name, module in adopted.items()]
+    return restore("restore_rotary", model, AdoptedAttention)
 
 
 def _forward(module: nn.Module) -> Any:
@@ -103,9 +80,14 @@ class _Left(Exception):
     """In words why it is left alone."""
 
 
+def _trial_of(model: nn.Module, module: nn.Module) -> Callable[[], Turn | str] | None:
+    forward = _forward(module)
+    names = () if forward is None else forward.__code__.co_names
+    functions = [name for name in names if _FUNCTIONS.search(name) and callable(forward.__globals__.get(name))]
+    return partial(_tried, module, functions, model) if functions else None
+
+
 def _tried(attention: nn.Module, functions: list[str], model: nn.Module) -> Turn | str:
-    if "forward" in vars(attention) or type(attention).forward is not _forward(attention):
-        return "its forward is wrapped by a decorator or a tool; adopt it before that"
     if "position_embeddings" not in _parameters(attention):
         return "its forward takes no position_embeddings"
     angles = [module for module in model.modules() if _parameters(module)[:2] == ["x", "position_ids"]]
@@ -118,7 +100,7 @@ def _tried(attention: nn.Module, functions: list[str], model: nn.Module) -> Turn
             except _Left as reason:
                 why = why or str(reason)
             except Exception as error:  # anybody's code
-                why = why or f"trying it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                why = why or f"trying it {raised(error)}"
     return why
 
 
@@ -137,37 +119,34 @@ def _turn(attention: nn.Module, angles: nn.Module, turn: Turn) -> Turn:
         raise _Left(f"{type(angles).__name__} gives no pair of cos and sin")
     turn = turn._replace(fp32_angles=found[0].dtype == torch.float32)
     for case, kind in product(_CASES, kinds):
-        clone.__class__ = adopted_class(type(attention), turn, type(attention).forward)  # type: ignore[arg-type]
+        clone.__class__ = adopted_class(AdoptedAttention, type(attention), turn, type(attention).forward)  # type: ignore[arg-type]
         turn = turn._replace(norms=_compared(clone, turn, partial(angles, **kind), *case))
     return turn
 
 
 def _compared(
-    attention: Any, turn: Turn, angles: Callable, dtype: torch.dtype, autocast: bool, sequences: int, tokens: int,
-    accepted: float,
-) -> tuple[str, ...]:  # fmt: skip
+    attention: Any, turn: Turn, angles: Callable, dtype: torch.dtype, autocast: bool, sequences: int, tokens: int
+) -> tuple[str, ...]:
     """The names of the norms that ours computes along, if it computes the same in this case."""
     attention.to(dtype)
     own: Any = attention._own.forward
     function, ours = own.__globals__[turn.function], turning(turn, _refuse)
     width = next(part.in_features for part in attention.modules() if isinstance(part, nn.Linear))
     x = (3.0 * torch.randn(2, tokens, width)).to(dtype).requires_grad_()
-    leaves = [x, *attention.parameters()]
+    leaves = {"x": x, **dict(attention.named_parameters())}
     along: set[tuple[str, ...]] = set()
 
     def both(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
-        results = []
+        results = list[dict[str, Tensor]]()
         for outputs in (function(settled(q), settled(k), *args, **kwargs), ours(q, k, *args, **kwargs)):
-            upstream = [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t.dtype) for t in outputs]
-            gradients = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True, materialize_grads=True)
-            results.append([*outputs, *gradients])
-        for a, b in zip(*results, strict=True):
-            error, size = (float(t.double().square().sum()) for t in (a - b, a))
-            if not error <= accepted**2 * size or not (a.dtype == b.dtype or autocast):
-                raise _Left(f"{turn.function} computes something else than rotary_qk_fn")
+            found = floats_in(outputs, "it")
+            found |= gradients(found, leaves, retain_graph=True)
+            results.append({name: t.float() if autocast else t for name, t in found.items()})
+        if difference(results[0], results[1], _BF16 if autocast else dtype):
+            raise _Left(f"{turn.function} computes something else than rotary_qk_fn")
         names = {part: name for name, part in attention.named_children()}
         along.add(() if norms_along(q, k) is None else tuple(names[t.parts["branch_norm"]] for t in (q, k)))
-        return results[0][:2]
+        return results[0]["it[0]"], results[0]["it[1]"]
 
     with torch.no_grad():
         position_embeddings = angles(x, torch.randint(20, (sequences, tokens)))

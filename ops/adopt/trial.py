@@ -9,8 +9,7 @@ checkpointing. The block itself is not run and not changed; its weights may be a
 
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -21,14 +20,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from .. import kernels
-from ..kit import forget
 from . import lazy
+from .adopted import raised
 from .blocks import Role, fuse
 from .lazy import Lazy, has_rows_of
 from .norms import AdoptedNorm
 from .recognise import undisturbed
-from .results import difference, floats_in
+from .results import difference, floats_in, upstream
 from .stand_ins import Returns, SameDropout, StandIn, clone_of
 
 _FEATURES = {
@@ -75,7 +73,7 @@ def try_block(block: nn.Module, like: Trial | None = None) -> Trial | str:
     if not widths:
         return "it has no matrix that tells the width of its stream"
     tried, reasons = list[Trial](), list[str]()
-    with undisturbed(torch.device("cpu")), _on_reference():
+    with undisturbed(torch.device("cpu")):
         if like is not None and like.width in widths:
             with suppress(Exception):  # anybody's code
                 return _Bench(block, like).trial(like)
@@ -97,21 +95,6 @@ def try_block(block: nn.Module, like: Trial | None = None) -> Trial | str:
     if best is None:
         return reasons[0]
     return best if best.gain else "none of its replaced norms follows a sum, or is followed by one"
-
-
-@contextmanager
-def _on_reference() -> Iterator[None]:
-    """And one thread, as more take longer for so little."""
-    before, threads = kernels.INTERPRET, torch.get_num_threads()
-    kernels.INTERPRET = False
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        kernels.INTERPRET = before
-        if before:
-            forget()  # which are of the reference
-        torch.set_num_threads(threads)
 
 
 def _with_norms(block: nn.Module, width: int) -> list[str]:
@@ -146,12 +129,11 @@ def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
 
 
 def _in_words(error: Exception, needed: list[str]) -> str:
-    raised = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if needed:
-        return f"it needs {', '.join(needed)} beside its stream, as a conditioned block does; trying it without {raised}"
+        return f"it needs {', '.join(needed)} beside its stream, as a conditioned block does; trying it without {raised(error)}"
     if re.search(r"permute|not enough values to unpack|dimension|size of tensor", str(error)):
-        return f"its stream is no (batch, tokens, width), as that of images is not; trying it with one {raised}"
-    return f"trying it with stand-ins for its sublayers {raised}"
+        return f"its stream is no (batch, tokens, width), as that of images is not; trying it with one {raised(error)}"
+    return f"trying it with stand-ins for its sublayers {raised(error)}"
 
 
 def _runs(module: nn.Module) -> bool:
@@ -346,8 +328,7 @@ class _Bench:
             t.grad = None
             t.retain_grad()
         backward = [y for name, y in found.items() if name.startswith("its output") and y.requires_grad]
-        seeds = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape).cos() for y in backward]
-        torch.autograd.backward(backward, seeds)
+        torch.autograd.backward(backward, [upstream(y) for y in backward])  # which reentrant checkpointing asks for
         return found | {f"the gradient of {name}": t.grad for name, t in leaves.items() if t.grad is not None}
 
     def _run(self, clone: nn.Module, x: Tensor, training: bool, through: Any = None) -> Any:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import AdoptedBlock, fuse, fused_blocks
+from .adopted import Adopted, Only, restore
+from .blocks import AdoptedBlock, fuse
 from .loss import calls_loss, replace_loss, restore_loss
-from .mlp import replace_mlps, restore_mlps
-from .norms import AdoptedNorm, Site, replace_norms, restore_norms
-from .results import difference, floats_in
-from .rotary import replace_rotary, restore_rotary
+from .mlp import replace_mlps
+from .norms import AdoptedNorm, Site, replace_norms
+from .results import difference, floats_in, gradients
+from .rotary import replace_rotary
 from .trial import Trial, try_block
 
 
@@ -38,9 +39,7 @@ class Adoption:
 
     def undo(self) -> None:
         """Gives the model back its own norms, sums, rotary positions, MLPs and loss; its parameters keep their values."""
-        restore_rotary(self.model)
-        restore_mlps(self.model)
-        restore_norms(self.model, verbose=False)
+        restore("undo", self.model, Adopted)
         restore_loss(self.model, verbose=False)
 
     def __str__(self) -> str:
@@ -67,7 +66,7 @@ def adopt(
     rotary: bool = True,
     mlp: bool = True,
     loss: bool = True,
-    only: Callable[[str, nn.Module], bool] | None = None,
+    only: Only = None,
     verbose: bool = True,
 ) -> Adoption:
     """Lets a model run the fused kernels, in place: its norms, residual sums, rotary positions,
@@ -153,9 +152,7 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
     undo = _undoing(block)
     replace_norms(block, verbose=False)
-    trials: list[Any] = [
-        "it is fused already; restore_norms undoes it" if fused_blocks(one) else try_block(one) for one in blocks
-    ]
+    trials: list[Any] = ["it is fused already; restore_norms undoes it" if _is_fused(one) else try_block(one) for one in blocks]
     if refused := [i for i, trial in enumerate(trials) if isinstance(trial, str)]:
         undo()
         i = refused[0]
@@ -185,11 +182,12 @@ def _undoing(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _fuse_blocks(found: Adoption, only: Callable[[str, nn.Module], bool] | None) -> None:
-    tried, found_of = {part for block in fused_blocks(found.model).values() for part in block.modules()}, dict[type, Any]()
+def _fuse_blocks(found: Adoption, only: Only) -> None:
+    fused = [block for block in found.model.modules() if isinstance(block, AdoptedBlock)]
+    tried, found_of = {part for block in fused for part in block.modules()}, dict[type, Any]()
     for name, block, is_stacked in _blocks(found.model):
         parts = list(block.modules())
-        if not any(isinstance(part, AdoptedNorm) for part in parts) or any(isinstance(m, AdoptedBlock) for m in parts):
+        if not any(isinstance(part, AdoptedNorm) for part in parts) or _is_fused(block):
             continue
         if block in tried or (only and not only(name, block)):
             continue
@@ -202,6 +200,11 @@ def _fuse_blocks(found: Adoption, only: Callable[[str, nn.Module], bool] | None)
             found.left[name] = trial
     for name in [name for name in found.left if any(fused.startswith(f"{name}.") for fused in found.blocks)]:
         del found.left[name]  # a part of it is fused
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether it is a fused block, or has one in it."""
+    return any(isinstance(part, AdoptedBlock) for part in module.modules())
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -235,17 +238,12 @@ def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
             model.eval()
             args = batch if isinstance(batch, tuple) else () if isinstance(batch, Mapping) else (batch,)
             found = floats_in(model(*args, **(batch if isinstance(batch, Mapping) else {})), "output")
-            live = [y for y in found.values() if y.requires_grad]
-            live = [y for y in live if y.dim() == 0][:1] or live  # its loss
-            upstream = [torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype).cos() for y in live]
-            gradients: Any = [None] * len(parameters)
-            if live and parameters:
-                gradients = torch.autograd.grad(live, [*parameters.values()], upstream, allow_unused=True)
+            losses = {name: y for name, y in found.items() if y.requires_grad and y.dim() == 0}
+            found |= gradients(dict([*losses.items()][:1]) or found, parameters)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    named = {f"gradient of {name}": g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-    return {name: t.detach().clone() for name, t in (found | named).items()}
+    return {name: t.detach().clone() for name, t in found.items()}
 
 
 def _functional_norms(model: nn.Module) -> list[str]:

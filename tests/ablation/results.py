@@ -7,7 +7,7 @@ import numpy as np
 
 from ablation.records import Ablation, ArmTimes, Attribution, Cell, Kernel, Parity, Share
 from ablation.rounding import Distances, Quantity
-from measure.comparison import AGAIN, FUSED, TORCH, TWIN, compare_all, conclusion, is_twin
+from measure.comparison import AGAIN, FUSED, TORCH, TWIN, compare_all, is_twin
 from measure.statistics import Interval
 
 ENVIRONMENT = {
@@ -48,14 +48,12 @@ def cell(overrides: dict[str, str], mode: str, speedup: float, kernels: bool, se
     names = arms or ([TORCH, AGAIN, FUSED, FUSED + TWIN] if "compiled" in mode else list(gains))
     blocks = {name: [list(torch_ms / gains[name] * at * (1 + draw.gamma(2, 0.002, 20))) for at in drift] for name in names}
     times = {}
-    for at, (name, of) in enumerate(blocks.items()):
+    for name, of in blocks.items():
         peak_gb, launches = (31.2, 1432) if name in (FUSED, FUSED + TWIN) else (39.7, 1874)
         on_gpu = (peak_gb, launches) if kernels else (None, None)
-        times[name] = ArmTimes(of, [len(names) * block + at for block in range(24)], *on_gpu)
-    made = Cell(overrides, mode, 32768, times, FUSED, compare_all(blocks), "")
-    verdict = conclusion(FUSED, {base: made.against(base) for base in made.opponents}, *made.controls)
+        times[name] = ArmTimes(of, *on_gpu)
     profile = attribution({name: torch_ms / gains[name] for name in names if not is_twin(name)}) if kernels else None
-    return replace(made, verdict=verdict, attribution=profile)
+    return Cell(overrides, mode, 32768, times, FUSED, compare_all(blocks), profile)
 
 
 def attribution(steps_ms: dict[str, float]) -> Attribution:

@@ -126,9 +126,8 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
     assert [start for _, start, *_ in blocks] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]
     assert Counter(name for name, *_ in blocks) == dict.fromkeys(ARMS, 14)
     assert all(all(map(torch.equal, run[3], blocks[0][3])) for run in blocks)
-    order = [name for name, *_ in blocks][6:]  # without the first cycle
     for name, arm in found.items():
-        assert [len(block) for block in arm.blocks_ms] == [2] * 12 and [order[at] for at in arm.positions] == [name] * 12
+        assert [len(block) for block in arm.blocks_ms] == [2] * 12
         assert arm.blocks_ms == [block for cycle in kept for block in cycle[name]]
         assert arm.peak_gb is None and arm.launches is None
     assert found.keys() == set(ARMS) and len(kept) == 6 and not failed

@@ -10,6 +10,7 @@ import torch
 import model.loss
 import model.mlp
 import model.norm
+import model.sites
 from ablation.parity import judge, parity, run_seed
 from ablation.parity_arms import ORDER_NAMES
 from ablation.rounding import BIAS, MARGIN, REFERENCE, Distances, sign_test, size_test
@@ -96,7 +97,7 @@ RIGHT = (None, faults.handmade)  # made as the faulty ones are
     ],
 )
 def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options(tiny, fault, dtype, keys, monkeypatch):
-    module, operator = model.norm, "norm_fn"
+    module, operator = model.sites, "norm_fn"
     if LOSS in keys:
         module, operator = model.loss, "linear_cross_entropy_fn"
     elif MLP in keys:
@@ -110,7 +111,7 @@ def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options
 
 
 def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
-    monkeypatch.setattr(model.norm, "norm_fn", faults.no_number)
+    monkeypatch.setattr(model.sites, "norm_fn", faults.no_number)
     result = found(tiny("ablate.parity_seeds=2"), FP32)
     assert not result.holds and result.verdict == "Parity fails: the loss of fused is not finite."
     assert all(math.isfinite(x) for q in result.quantities for x in (q.tested.low, q.tested.median, q.tested.high))

@@ -9,6 +9,7 @@ from ablation import tracking
 from ablation.variants import Variant
 from tests.ablation import results
 from tests.runs import composed
+from training.tracking import log_group
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -30,7 +31,7 @@ def test_a_run_for_each_arm_and_a_summary_in_one_group_and_a_server_that_does_no
     (tmp_path / "speedup.png").touch()
     cfg = composed([*tiny, "logging.wandb=online", "logging.tags=[mine]", "logging.group=norms"])
     found = results.ablation([{}], modes=["eager"])
-    said = tracking.log(found, [Variant(cfg, {}, {})], tmp_path)
+    said = log_group(cfg.logging, tmp_path, "ablation", tracking.runs_of(found, [Variant(cfg, {}, {})], tmp_path))
     assert asked == (["online"] * 6 if answers else ["online", *["offline"] * 6])
     assert said == "online (project prenorm)" if answers else "connection refused" in said and said.startswith("offline")
     *arms, summary = runs

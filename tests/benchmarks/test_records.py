@@ -25,7 +25,7 @@ def ran(tmp_path, monkeypatch):
     def run(words, **_):
         commands.append(words[1:])
         record = {"command": f"python {shlex.join(words[1:])}", "environment": ENVIRONMENT | {"git": GIT}, "unfinished": ""}
-        folder, files = here, {f"{words[2].removeprefix('benchmarks.')}.json": json.dumps(record)}
+        folder, files = here, {f"{words[2].removeprefix('benchmarks.').removesuffix('.benchmark')}.json": json.dumps(record)}
         if "--models" in words:
             files = {"norms_models.json": json.dumps(record)}
         if words[1] == "ablate.py":

@@ -9,10 +9,12 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from ablation.arms import build_arm
+from ablation.gpu_time import marked_sites
 from configs.schema import LossImpl, NormKind
 from data import Batches
 from measure import attribution
 from measure.attribution import LOSS_SITE, NORM_SITE, Kernel, Launch, gpu_launches, group_of, shares, summed
+from model import loss as losses
 from model.loss import cross_entropy
 from tests.runs import config, precision
 
@@ -80,10 +82,10 @@ def operators():
         batches = Batches(tokens, context=cfg.model.context, batch_size=2, seed=0)
         arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY), batches)
         arm.step(0)
-        with attribution.marked_sites(arm.state.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with marked_sites(arm.state.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
             arm.step(1)
         assert not any("forward" in vars(module) for module in arm.state.model.modules()), "the marks are gone"
-        assert attribution.losses.cross_entropy is cross_entropy, "the mark of the loss too"
+        assert losses.cross_entropy is cross_entropy, "the mark of the loss too"
         events = [e for e in profiler.events() if e.device_type == DeviceType.CPU and not e.is_async]
         place = attribution.places(events)
         return [Launch(e.name, e.self_cpu_time_total, *place(e)) for e in events if not e.is_user_annotation]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from configs.schema import NormConfig, NormKind
-from model import attention, norm
+from model import attention, sites
 from model.norm import NormSite
 
 for_both = pytest.mark.parametrize("impl", ["fused", "torch"])
@@ -54,7 +54,7 @@ def test_implementations_with_shared_masks_agree(build, batch, kind, shape, rate
 @for_both
 def test_impl_picks_the_operator_at_every_site(build, batch, monkeypatch, impl):
     calls = {}
-    for module, name in ((norm, "norm_fn"), (attention, "rotary_qkv_fn")):
+    for module, name in ((sites, "norm_fn"), (attention, "rotary_qkv_fn")):
         calls[name] = Mock(wraps=getattr(module, name))
         monkeypatch.setattr(module, name, calls[name])
     build(norm_impl=impl, qk_norm=True)(*batch)

@@ -14,7 +14,7 @@ from study.analysis import analyse, with_cost
 from study.arms import AGAIN_SEEDS, FRESH_SEEDS, Arm, Study
 from study.probes import spikes
 from study.report import words
-from study.runs import AGAIN, FRESH, SEARCH, TIME, Found, Result, too_high
+from study.runs import CONTROL, FRESH, SEARCH, TIME, Found, Result, too_high
 from study.timing import OWN_AGAIN
 
 STEPS = 100
@@ -40,7 +40,7 @@ def of_arms(rate=1e-3, **losses):
     """Runs at one rate; those of A/A are near those of `a`."""
     runs = [run(name, FRESH, rate, seed, 2.5, loss) for name, of in losses.items() for seed, loss in enumerate(of)]
     again = [loss + 0.001 for loss in losses["a"] if loss]
-    return runs + [run("a", AGAIN, rate, AGAIN_SEEDS + i, 2.5, loss) for i, loss in enumerate(again)]
+    return runs + [run("a", CONTROL, rate, AGAIN_SEEDS + i, 2.5, loss) for i, loss in enumerate(again)]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def searched(curve=0.02, fresh=True):
     at = {1e-3: curve, 3e-3: 0.0, 1e-2: curve + 0.01}
     runs = [run(name, SEARCH, rate, 1, 1.44 + more) for name in "ab" for rate, more in at.items()]
     runs += [run(name, FRESH, 3e-3, FRESH_SEEDS + i, loss) for name in "ab" for i, loss in enumerate(CLOSE) if fresh]
-    return [*runs, run("b", FRESH, 1e-3, FRESH_SEEDS, 1.0), run("a", AGAIN, 1e-3, AGAIN_SEEDS, 1.9)], list(at)
+    return [*runs, run("b", FRESH, 1e-3, FRESH_SEEDS, 1.0), run("a", CONTROL, 1e-3, AGAIN_SEEDS, 1.9)], list(at)
 
 
 def test_seeds_that_chose_the_rate_are_not_compared_and_without_others_nothing_is_called_different():
     runs, rates = searched()
-    runs.append(run("a", AGAIN, 3e-3, AGAIN_SEEDS, 1.442))
+    runs.append(run("a", CONTROL, 3e-3, AGAIN_SEEDS, 1.442))
     made, _ = report_of(runs, rates, seeds=[1])
     assert [list(arm.sample.losses) for arm in made.arms] == [[*CLOSE, 1.442], CLOSE] and made.arms[1].rate == 3e-3
     assert made.fresh and made.arms[1].against.none
@@ -104,7 +104,7 @@ def test_all_pairs_are_judged_together():
     assert list(made.pairs) == [("a", "b")] and made.arms[0].against.verdict == "lower" and not report_of(runs)[0].pairs
 
 
-def test_what_failed_does_not_depend_on_the_order_of_runs_and_rates_are_chosen_by_those_that_trained():
+def test_what_failed_does_not_depend_on_the_order_of_runs_and_a_rate_at_which_most_fail_is_not_the_best():
     runs = [
         run("a", SEARCH, 2e-3, 1, 2.6, 2.45),
         run("a", SEARCH, 1e-3, 2, 2.5, 1.44),
@@ -114,7 +114,9 @@ def test_what_failed_does_not_depend_on_the_order_of_runs_and_rates_are_chosen_b
     for order in (runs, runs[::-1]):
         found = Found(1.0, list(order))
         assert [found.failed(one) for one in runs] == [True, False, False, True]
-        assert found.best_rate("a") == 2e-3 and found.rates("a") == {1e-3: 1.44, 2e-3: 1.3}
+        assert found.best_rate("a") == 1e-3 and found.rates("a") == {1e-3: 1.44, 2e-3: math.inf}
+    found.results.append(run("a", SEARCH, 2e-3, 4, 1.5, 1.32))
+    assert found.best_rate("a") == 2e-3 and found.rates("a")[2e-3] == 1.31
     assert Found(1.0, [run("a", SEARCH, rate, 1, None) for rate in (2e-3, 1e-3)]).best_rate("a") == 1e-3
 
 

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ import compare
 from model import GPT
 from study import ladder
 from study.arms import FOLDER, sizes_of, study_of
+from study.ladder import law, predicted
 from study.runs import FRESH, Found, Result
 
 NAMED = ["study=ladder", "data.files=[x.txt]", "device=cpu", "compare.fresh=4"]
@@ -87,3 +89,26 @@ def test_it_trains_every_size_in_a_folder_of_its_own_and_goes_on_with_what_is_th
     assert compare.main([*command, "resume=auto"]) == 0
     assert {n: (tmp_path / "ladder" / str(n) / "runs.jsonl").read_text() for n in lines} == lines
     assert (tmp_path / "ladder" / "ladder.md").read_text() == told
+
+
+COMPUTE = np.array([1e14, 4e14, 1.6e15])
+
+
+def losses_of(compute, floor=1.2, slope=0.8, exponent=0.3):
+    return floor + slope * (compute / COMPUTE[0]) ** -exponent
+
+
+def test_the_law_is_found_of_several_lines_at_once():
+    lines = np.stack([losses_of(COMPUTE), losses_of(COMPUTE, 1.0, 0.5, 0.15), np.full(3, 2.0)])
+    floor, slope, exponent = law(COMPUTE, lines)
+    assert floor == pytest.approx([1.2, 1.0, 2.0], abs=0.02) and slope == pytest.approx([0.8, 0.5, 0.0], abs=0.02)
+    assert exponent[:2] == pytest.approx([0.3, 0.15], abs=0.011)
+
+
+def test_a_prediction_covers_what_is_drawn():
+    draw, held = np.random.default_rng(0), 0
+    for _ in range(60):
+        told = predicted(COMPUTE, [losses_of(c) + draw.normal(0, 0.005, 8) for c in COMPUTE], 4 * COMPUTE[-1])
+        held += told.holds(losses_of(4 * COMPUTE[-1]) + draw.normal(0, 0.005))
+    assert held >= 53
+    assert told.high - told.low < 0.1

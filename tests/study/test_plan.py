@@ -7,7 +7,7 @@ import pytest
 from configs import Config
 from study.arms import AGAIN_SEEDS, FRESH_SEEDS, MORE_SEEDS, Arm, Study
 from study.plan import MORE, MOST_RATES, beside, make_all, make_equal_time
-from study.runs import AGAIN, FRESH, RACE, SEARCH, TIME, Found, Result
+from study.runs import CONTROL, FRESH, RACE, SEARCH, TIME, Found, Result
 
 GIVEN = [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
 
@@ -74,12 +74,12 @@ def test_every_stage_has_its_runs_and_seeds_that_chose_the_rate_are_not_fresh():
         assert {run.seed for run in search} == {1, 2} and all(run.evaluated[-1][0] == 1000 for run in search)
         assert 3e-4 not in found.rates(name) and {run.rate for run in fresh} == {found.best_rate(name)}
         assert [run.seed for run in fresh] == [FRESH_SEEDS + i for i in range(4)]
-    assert [run.seed for run in found.of("a", AGAIN)] == [AGAIN_SEEDS + i for i in range(4)] and not found.of("b", AGAIN)
+    assert [run.seed for run in found.of("a", CONTROL)] == [AGAIN_SEEDS + i for i in range(4)] and not found.of("b", CONTROL)
 
 
 def test_one_rate_is_no_choice_and_without_a_race_all_rates_run_to_the_end():
     _, found, _ = drawn([1e-3], [1, 2, 3])
-    assert [len(found.of("a", stage)) for stage in (RACE, SEARCH, FRESH, AGAIN)] == [0, 0, 3, 3]
+    assert [len(found.of("a", stage)) for stage in (RACE, SEARCH, FRESH, CONTROL)] == [0, 0, 3, 3]
     _, found, _ = drawn(GIVEN, [1], race_steps=0)
     assert set(GIVEN) < set(found.rates("a")) and not found.of("a", RACE)
 

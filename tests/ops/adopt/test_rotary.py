@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ablation.adoption import check_parity
+from adoption.check import check_parity
 from ops import replace_norms, replace_rotary, restore_rotary, rotary_qk_fn
 from ops.adopt import attention
 from ops.adopt.attention import AdoptedAttention

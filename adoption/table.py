@@ -1,7 +1,7 @@
 """Which models of other libraries `adopt` fuses, found by adopting tiny random ones: the table of docs/adopted_models.md.
 
-    python -m ablation.adoption_table                         # transformers, and timm and diffusers where they are installed
-    python -m ablation.adoption_table llama timm/vit_tiny_patch16_224     # these alone
+    python -m adoption.table                         # transformers, and timm and diffusers where they are installed
+    python -m adoption.table llama timm/vit_tiny_patch16_224     # these alone
 
 Each model computes its output and its gradients before and after, in fp32, and then takes a step in training mode.
 """
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation.adopted_models import default_loss, results_of
+from adoption.models import default_loss, results_of
 from measure.files import replace_text
 from ops import Adoption, adopt
 
-MODELS = tomllib.loads(Path(__file__).with_name("adoption_models.toml").read_text())
+MODELS = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
 TINY = {field: int(value) for value, fields in MODELS["sizes"].items() for field in fields.split()} | MODELS["others"]
 DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "UNet2DConditionModel": (
@@ -46,12 +46,12 @@ _results = partial(results_of, loss=default_loss)
 TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
 HEAD = """# What `adopt` fuses, model by model
 
-Written by `python -m ablation.adoption_table`, which adopts tiny models with random weights in one call each, without a layout
+Written by `python -m adoption.table`, which adopts tiny models with random weights in one call each, without a layout
 ([adopting](adopt.md)).
 "Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream. "Sums"
 are kinds of residual sums that are one kernel together with the norm, scale or dropout of their branch. "Rotary": attention
-modules that turn queries and keys in one kernel, with or without norms of them before. Parity: the outputs and all gradients in
-fp32 before and after, and a step in training.
+modules that turn queries and keys in one kernel, with or without norms of them before. "MLP": gated MLPs that compute the
+activation and the product in one kernel. Parity: the outputs and all gradients in fp32 before and after, and a step in training.
 
 """
 
@@ -73,20 +73,21 @@ def main(names: list[str]) -> None:
             print(f"{name:40} not tried: {type(error).__name__}: {str(error)[:100]!r}", flush=True)
             continue
         rows.append((name, *_row(model, batch, expected)))
-        print("{:40} {:10} {:60} {:30} {}".format(*rows[-1]), flush=True)
+        print("{:40} {:10} {:60} {:30} {:22} {}".format(*rows[-1]), flush=True)
     good = [row for row in rows if row[-1] == "yes"]
-    sums = sum(fused[:1].isdigit() for _, _, fused, _, _ in good)
-    turn, one_kernel, norms = (sum(word in rotary for *_, rotary, _ in good) for word in (" of ", "one kernel", "norms"))
+    sums = sum(fused[:1].isdigit() for _, _, fused, *_ in good)
+    turn, turn_fused, norms = (sum(word in row[3] for row in good) for word in (" of ", "one kernel", "norms"))
+    gated, gated_fused = (sum(word in row[4] for row in good) for word in (" of ", "one kernel"))
     words = (
         f"{sums} of {len(rows)} models have fused sums. {turn} turn queries and keys by a function that `adopt` finds: "
-        f"{one_kernel} of them in one kernel, {norms} of these with the norms before."
+        f"{turn_fused} of them in one kernel, {norms} of these with the norms before. {gated} have gated MLPs with names that it "
+        f"knows: {gated_fused} of them in one kernel."
     )
     print(f"\n{words}")
     if not names:
-        lines = [
-            f"| {' | '.join(row)} |" for row in [("model", "norms replaced", "one kernel each", "rotary", "parity"), *rows]
-        ]
-        replace_text(TABLE, "\n".join([f"{HEAD}{words}\n", lines[0], "|---|---|---|---|---|", *lines[1:], ""]))
+        header = ("model", "norms replaced", "one kernel each", "rotary", "MLP", "parity")
+        lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+        replace_text(TABLE, "\n".join([f"{HEAD}{words}\n", *lines, ""]))
 
 
 def _of_timm(name: str) -> tuple[nn.Module, Any]:
@@ -148,8 +149,8 @@ def _shaken(model: nn.Module) -> nn.Module:
     return model
 
 
-def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str, str, str, str]:
-    """How many norms are replaced, what is fused, of sums and of rotary positions, and whether that computes the same."""
+def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str, ...]:
+    """How many norms are replaced, what is fused, of sums, rotary positions and MLPs, and whether that computes the same."""
     adopted = copy.deepcopy(model)
     try:
         found = adopt(adopted, verbose=False)
@@ -161,8 +162,9 @@ def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str
             _results(adopted, batch, seed=1)
     except Exception as error:
         traceback.print_exc()
-        return "", "", "", f"no: {type(error).__name__}: {str(error)[:200]}"
-    return f"{sum(site.fused for site in found.norms)} of {len(found.norms)}", _fused(found), _rotary(found), parity
+        return "", "", "", "", f"no: {type(error).__name__}: {str(error)[:200]}"
+    norms = f"{sum(site.fused for site in found.norms)} of {len(found.norms)}"
+    return norms, _fused(found), _in_one_kernel(found.rotary), _in_one_kernel(found.mlps), parity
 
 
 def _fused(found: Adoption) -> str:
@@ -175,13 +177,13 @@ def _fused(found: Adoption) -> str:
     return counts + (f", with {', '.join(features)}" if features else "") + why
 
 
-def _rotary(found: Adoption) -> str:
-    """In how many attention modules, or why in none; empty for a model without."""
-    fused = [what for _, what in found.rotary if what.endswith("in one kernel")]
+def _in_one_kernel(lines: list[tuple[str, str]]) -> str:
+    """Of how many modules, or why of none; empty for a model without."""
+    fused = [what for _, what in lines if what.endswith("in one kernel")]
     if not fused:
-        return next((f"0 of {len(found.rotary)}: {what.partition('left alone: ')[2]}" for _, what in found.rotary), "")
+        return next((f"0 of {len(lines)}: {what.partition('left alone: ')[2]}" for _, what in lines), "")
     norms = ", with norms" if all(" with " in what for what in fused) else ""
-    return f"{len(fused)} of {len(found.rotary)} in one kernel{norms}"
+    return f"{len(fused)} of {len(lines)} in one kernel{norms}"
 
 
 def _compared(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:

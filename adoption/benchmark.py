@@ -1,8 +1,8 @@
 """A training step of transformers' Llama, Qwen3 and Gemma 3, eager: as it is, adopted, and with Liger's kernels.
 
     pip install 'transformers>=5.20' liger-kernel
-    python -m benchmarks.adoption            about 110M parameters each, random weights, 24 × 1024 tokens a step
-    python -m benchmarks.adoption --arm adopted "adopted, own rotary" Liger       these alone, beside the plain model
+    python -m adoption.benchmark            about 110M parameters each, random weights, 24 × 1024 tokens a step
+    python -m adoption.benchmark --arm adopted "adopted, own rotary" Liger       these alone, beside the plain model
 
 A step is forward under autocast to bf16 with weights in fp32, as with `bf16=True` of Trainer, backward and a fused AdamW
 update. All arms of a model are in one process, in short blocks that alternate. Arms with "plain loss" have transformers' loss,
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation.adopted_models import autocasting
-from ablation.adoption import alternating_blocks
+from adoption.check import alternating_blocks
+from adoption.models import autocasting
 from benchmarks import command
 from benchmarks.command import Record
 from measure.comparison import AGAIN, TORCH, compare_blocks, cycle_times
@@ -105,7 +105,7 @@ class Arm:
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser("adoption", __doc__, rounds=LEAST_SAMPLES)
+    parser = command.parser("adoption", __doc__, rounds=LEAST_SAMPLES, module="adoption.benchmark")
     parser.add_argument("--model", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="(all)")
     parser.add_argument("--arm", nargs="+", choices=ARMS, default=ARMS, metavar="NAME", help=f"of {', '.join(ARMS)} (all)")
     return command.parse(parser, argv)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ops
-from ablation.adopted_models import default_loss, norms_of, reordered_copy
-from ablation.adoption import check_parity, measure
+from adoption.check import check_parity, measure
+from adoption.models import default_loss, norms_of, reordered_copy
 from examples.nanogpt_block import GPT
 from ops import adopt
 from ops.kernels import runs_kernels

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation.adopted_models import (
+from ablation.rounding import FEW, GROSS_FEW, LEVEL, Sums, sign_test, size_test
+from adoption.models import (
     Loss,
     autocasting,
     call,
@@ -33,7 +34,6 @@ from ablation.adopted_models import (
     reordered_copy,
     results_of,
 )
-from ablation.rounding import FEW, GROSS_FEW, LEVEL, Sums, sign_test, size_test
 from measure.clock import StepClock
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
 from measure.schedule import LEAD_IN, run_blocks

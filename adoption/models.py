@@ -1,4 +1,4 @@
-"""Somebody's models, as `adoption` takes them: what is refused, copies with other norms, and one forward and backward pass."""
+"""Somebody's models, as `check` takes them: what is refused, copies with other norms, and one forward and backward pass."""
 
 import copy
 import inspect
@@ -82,8 +82,8 @@ def norms_of(model: nn.Module) -> dict[str, Formula]:
 
 def norms_of_attention(model: nn.Module) -> set[str]:
     """The names of the norms that run with rotary positions, as long as no hook looks at them."""
-    turns = {name: getattr(type(module), "_turn", None) for name, module in model.named_modules()}
-    return {f"{name}.{norm}" if name else norm for name, turn in turns.items() if turn is not None for norm in turn.norms}
+    norms = {name: getattr(getattr(module, "_how", None), "norms", ()) for name, module in model.named_modules()}
+    return {f"{name}.{norm}" if name else norm for name, of in norms.items() for norm in of}
 
 
 def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:

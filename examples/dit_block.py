@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/dit_block.py`
 
-from ablation.adoption import check_parity, measure
+from adoption.check import check_parity, measure
 from ops import backend_for, modulated_norm_fn
 
 # ---- 0: as it was ------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ LOSSES = _ops(
     "kernels/constants", "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "loss", "softmax",
 )  # fmt: skip
 ACTIVATION = _ops("activation", "kernels/activation", "kernels/constants", "kernels/nvidia", "kernels/rows")
-MODULATED = (*NORMS, *_ops("kernels/modulated", "modulated"))
 CALLS = _ops("checks", "kit", "norm", "philox", "records", "reference", "torch_state")
 STEP = (
     "ops/kernels", "ops/tiling.py", "model", "training/build.py", "training/inputs.py", "training/optimizer.py",
@@ -40,14 +39,13 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "rotary": ROTARY,
     "losses": LOSSES,
     "activation": ACTIVATION,
-    "modulated": MODULATED,
     "calls": (*NORMS, *CALLS),
     "step": STEP,
     "study": ("measure/differences.py", "study/analysis.py", "study/plan.py", "study/runs.py"),
     "ranks": (*STEP, "training/distributed.py", "training/sharding.py"),
 }
 OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
-    "rotary": "rotary", "losses": "losses", "activation": "activation", "modulated": "modulated",
+    "rotary": "rotary", "losses": "losses", "activation": "activation",
     "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
     "study_errors": "study",
 }  # fmt: skip

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from . import checks, kit
 from .kernels import runs_kernels
+from .norm import bytes_of, vector_of
 from .reference import NORMS, Norm
-from .tiling import Tile, Work, backward_tile, bytes_of, forward_tile, vector_of
+from .tiling import Tile, Work, backward_tile, forward_tile
 from .torch_state import transformed_by_func
 
 

@@ -28,7 +28,7 @@ from .records import (
     outputs_of,
 )
 from .reference import Norm
-from .tiling import Tile, Work, backward_tile, bytes_of, forward_tile, most_registers, vector_of
+from .tiling import Tile, Work, backward_tile, forward_tile, most_registers
 from .torch_state import PLAIN, is_eager, transformed_by_func
 
 _LAYERNORM, _RMSNORM, _NONE = Norm.layernorm, Norm.rmsnorm, Norm.none  # an eager call pays for each look into an Enum
@@ -688,3 +688,12 @@ def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
         **{name.upper(): getattr(tile, name) for name in of_tile},
         **more,
     )
+
+
+def vector_of(*of: Any) -> int:
+    """Elements in 16 bytes of the widest; of: tensors or dtypes."""
+    return 16 // max(t.itemsize for t in of if t is not None)
+
+
+def bytes_of(*of: Any) -> int:
+    return sum(t.itemsize for t in of if t is not None)

@@ -13,7 +13,7 @@ docs/kernels.md has the measurements behind each number.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -175,15 +175,3 @@ def _power_below(x: float) -> int:
 def _power_near(x: float, most: float) -> int:
     """The smallest power of two p with x ≤ most · p."""
     return 1 << max(0, math.ceil(math.log2(x / most)))
-
-
-# Of tensors or dtypes, or None.
-
-
-def vector_of(*of: Any) -> int:
-    """Elements in 16 bytes of the widest."""
-    return 16 // max(t.itemsize for t in of if t is not None)
-
-
-def bytes_of(*of: Any) -> int:
-    return sum(t.itemsize for t in of if t is not None)

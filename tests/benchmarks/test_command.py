@@ -28,8 +28,7 @@ def test_a_record_is_of_one_run_which_replaces_the_earlier_one_when_it_is_whole(
 def test_environment_has_device_versions_sources_and_the_revision_of_the_repository_or_of_the_variable(monkeypatch):
     facts = environment(torch.device("cpu"), {"liger-kernel": "0.8"})
     assert facts["versions"]["liger-kernel"] == "0.8" and "torch" in facts["versions"] and "command" not in facts
-    kernels = {"norms", "rotary", "losses", "activation", "modulated"}
-    assert facts["sources"].keys() == kernels | {"calls", "step", "ranks", "study"}
+    assert facts["sources"].keys() == {"norms", "rotary", "losses", "activation", "calls", "step", "ranks", "study"}
     assert facts["gpu"] is None and slug(facts) == "cpu"
     assert slug({"gpu": {"name": "NVIDIA H100 80GB HBM3"}}) == "nvidia-h100"
     assert slug({"gpu": {"name": "AMD Instinct MI300X (OAM)"}}) == "amd-instinct-mi300x-oam"

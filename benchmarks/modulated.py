@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import bandwidth, command
 from benchmarks.bandwidth import Task
 from benchmarks.cases import BACKWARD, DTYPES, FORWARD, TensorSet
-from benchmarks.providers import compiled
+from benchmarks.providers import as_tuple, compiled
 from ops import modulated_norm_fn
 
 EPS, ELEMENTS = 1e-6, 2**26
@@ -58,9 +58,11 @@ def in_torch(case: str, dtype: torch.dtype = torch.bfloat16) -> Callable[..., tu
 
 def ours(case: str) -> Callable[..., tuple[Tensor, ...]]:
     rms, gated, _ = CASES[case]
-    if gated:
-        return lambda *of: modulated_norm_fn(*of, eps=EPS, is_rms_norm=rms, prenorm=True)  # type: ignore[return-value]
-    return lambda *of: (modulated_norm_fn(*of, eps=EPS, is_rms_norm=rms),)  # type: ignore[return-value]
+
+    def function(x: Tensor, scale: Tensor, shift: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        return as_tuple(modulated_norm_fn(x, scale, shift, *more, eps=EPS, is_rms_norm=rms, prenorm=gated))
+
+    return function
 
 
 MAKERS = {"ours": ours, "torch": in_torch, "compile": lambda case: compiled(in_torch(case))}

@@ -8,7 +8,6 @@
 In your own project `from ops import …` is `from prenorm import …`, or the name of the folder that you copied.
 """
 
-import copy
 import sys
 from pathlib import Path
 
@@ -130,10 +129,6 @@ def main() -> None:
     print(f"\nfused norms run as: {backend_for(device)}")
     print(check_parity(model, fused, batch, autocast=autocast))
     print(measure(model, fused, batch, autocast=autocast, cycles=6, block_steps=2 if gpu else 1))
-    if gpu:
-        print("\nboth compiled")
-        pair = [torch.compile(copy.deepcopy(one)) for one in (model, fused)]
-        print(measure(*pair, batch, autocast=autocast, cycles=6, block_steps=2))
 
 
 DIT_B2 = (256, 16, 768, 12, 12)

@@ -228,9 +228,10 @@ def place_of(sample, tile, tokens, VARIANT: tl.constexpr):
 @triton.jit
 def of_sample(p, sample, steps, VARIANT: tl.constexpr):
     """Where scale, shift or gate of a sample begin; None where there are none."""
+    p_row = None
     if p is not None:
-        p += tl.full([], sample, tl.int64) * steps * VARIANT.STEP
-    return p
+        p_row = p + tl.full([], sample, tl.int64) * steps * VARIANT.STEP
+    return p_row
 
 
 @triton.jit

@@ -193,5 +193,5 @@ def test_errors_name_the_argument(device, more, message):
 
 
 def test_rows_that_no_program_holds_are_refused(device):
-    with pytest.raises(ValueError, match="x has rows of 16385, expected at most 16384"):
-        modulated_norm_fn(torch.zeros(1, 16385, device=device))
+    with pytest.raises(ValueError, match="x has rows of 8193, expected at most 8192"):
+        modulated_norm_fn(torch.zeros(1, 8193, device=device))

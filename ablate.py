@@ -34,28 +34,29 @@ import configs
 import ops
 from ablation import kept, nanogpt, parity, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
-from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes
+from ablation.config import NANOGPT, REFUSED, Config, Switch
+from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes, turns
 from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
 from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
-from configs import Config, as_config_errors, keys, machine, rules
-from configs.rules import NANOGPT
-from configs.schema import NormImpl, Placement, Switch
+from configs import as_config_errors, keys, machine, rules
+from configs.schema import NormImpl, Placement
 from data import Batches, Corpus, load_corpus
-from measure.attribution import launches, profile_step, shares
+from measure.attribution import NORM_SITE, QUERY_KEY_SITE, launches, profile_step, shares
 from measure.comparison import TORCH, compare_all, cycle_times, is_twin
-from measure.environment import environment
+from measure.environment import environment, libraries
 from measure.files import relative, replace_text
 from measure.progress import progress
 from measure.schedule import Cycle
-from measure.sources import fingerprints
+from measure.sources import code
 from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training import export
-from training.command import place, start
+from training.command import start
 from training.interrupt import show
+from training.place import place
 from training.precision import MixedPrecision
 from training.tracking import log_group
 
@@ -69,13 +70,13 @@ def task(arguments: list[str]) -> int:
     variants = variants_of(arguments)
     cfg = variants[0].cfg
     if cfg.ablate.processes > 1:
-        with place(cfg, "ablate.py", LESS_MEMORY) as folder:
+        with place(cfg, LESS_MEMORY) as folder:
             return processes.ablate(sys.argv[1:], cfg.ablate.processes, folder)
     works = [prepare(variant) for variant in variants]
-    with place(cfg, "ablate.py", LESS_MEMORY) as folder:
+    with place(cfg, LESS_MEMORY) as folder:
         device = torch.device(machine.inspect(cfg.device).device)
         with as_config_errors():
-            cycles = Kept(folder / kept.FILE, kept.facts_of(variants, facts(device)))
+            cycles = Kept(folder / kept.FILE, kept.facts_of(variants, environment(device)))
         if cycles.exit_code is not None and (folder / "report.json").is_file():
             show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
             return cycles.exit_code
@@ -89,7 +90,7 @@ def task(arguments: list[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return start(task, help_text, arguments)
+    return start(task, Config, help_text, arguments)
 
 
 # ---- before anything is measured: the data, the model and the folder ---------------------------------------------------------
@@ -132,10 +133,6 @@ def prepare(variant: Variant) -> Work:
     return Work(variant, precision, corpus, " ".join(size))
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    return environment(device) | {"sources": fingerprints()}
-
-
 # ---- the ablation: each variant eager and compiled, then its parity ----------------------------------------------------------
 
 
@@ -155,7 +152,7 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
     found = Ablation(
         cells=[],
         parity=[],
-        environment=facts(device),
+        environment=environment(device),
         command=command,
         config=configs.to_yaml(works[0].variant.cfg),
         kernels=ops.backend_for(device) != "PyTorch reference",
@@ -182,7 +179,8 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
                 found.cells.append(time_cell(work, part, cycles, bar.update))
             bar.update(sum(ticks[:done]) - bar.n)
             found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
-            so_far = replace(found, unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
+            found.environment["versions"] |= libraries()  # of arms that were built since
+            so_far = replace(found, code=code(), unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
             records.save(so_far, folder)
             report.write(so_far, folder)
     return found
@@ -257,11 +255,13 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
             arm.inputs.load(0)  # always the same batch
             arm.update.update()
 
+    eager = cell.mode in (EAGER, GRAPH)
     kernels = {  # norm sites of eager models are marked; compiled kernels name what they fuse
         name: profile_step(
             partial(step, arm),
             precision.device,
-            marked_sites(arm.state.model) if cell.mode in (EAGER, GRAPH) else None,
+            marked_sites(arm.state.model) if eager else None,
+            NORM_SITE if eager else QUERY_KEY_SITE if turns(cfg) else "",
         )
         for name, arm in arms.items()
     }
@@ -284,7 +284,7 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
 
 
 def help_text(cfg: Config) -> str:
-    refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.NOT_IN_ABLATE.items())
+    refused = "".join(f"  {key:<33}  {why}\n" for key, why in REFUSED.items())
     return (
         f"{__doc__}\nKeys of its own:\n{keys.describe(cfg, 'ablate')}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"

@@ -1,12 +1,13 @@
 """Where the GPU time of a step goes, and what any kernel of a norm, or of the loss, could save of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from statistics import median
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from ablation.records import Attribution, Cell
@@ -20,6 +21,7 @@ from model.norm import NormSite
 from training.precision import MixedPrecision
 
 IDLE = "idle"  # the part of a timed step that is no GPU time of the profile
+WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
 
 
 @contextmanager
@@ -29,13 +31,28 @@ def marked_sites(model: nn.Module) -> Iterator[None]:
     own = losses.cross_entropy
     losses.cross_entropy = record_function(LOSS_SITE)(own)
     for site in sites:
-        site.forward = record_function(NORM_SITE)(site.forward)  # type: ignore[method-assign]
+        site.forward = _marked(site)  # type: ignore[method-assign]
     try:
         yield
     finally:
         losses.cross_entropy = own
         for site in sites:
             del site.forward  # that of its class is left
+
+
+def _marked(site: nn.Module) -> Callable[..., Any]:
+    own, marked = site.forward, record_function(NORM_SITE)(site.forward)
+
+    def query_key_forward(qkv: Tensor, rotary: Tensor | None, query_norm: nn.Module | None, key_norm: nn.Module | None) -> Any:
+        split_alone = rotary is None and query_norm is None
+        return (own if split_alone else marked)(qkv, rotary, query_norm, key_norm)
+
+    return query_key_forward if isinstance(site, QueryKeySite) else marked
+
+
+def turns(cfg: Config) -> bool:
+    """Whether queries and keys are normed or turned."""
+    return cfg.model.qk_norm or cfg.model.positions == Positions.rotary
 
 
 def parts_ms(cell: Cell) -> dict[str, dict[str, float]]:
@@ -81,7 +98,7 @@ def norm_bytes(cfg: Config, precision: MixedPrecision) -> int:
     final = (branches + stream + compute) + (compute + min(2 * stream, branches + stream) + stream + dx)
     sites = model.layers * (1 if parallel else 2)  # and the final norm
     per_token = model.width * (first + (sites - 1) * other + final)
-    if model.qk_norm or model.positions == Positions.rotary:
+    if turns(cfg):
         kv_heads = model.kv_heads or model.heads
         heads = (model.heads + kv_heads) * (5 if model.qk_norm else 4) + kv_heads * 2
         per_token += model.layers * heads * (model.width // model.heads) * compute
@@ -108,8 +125,8 @@ def attribute(
         limit    = t / (t − (n − m))         Amdahl (AFIPS 1967): 1 / ((1 − f) + f / k) with f = n/t and k = n/m
         realised = (n − n_subject) / (n − m)
 
-    Where n ≤ m (sites that stay in cache) there is nothing to gain: limit 1, realised 0. In a CPU-bound step GPU time saved is
-    not step time saved, and fewer launches may save more than the limit.
+    Where n ≤ m (sites that stay in cache) there is nothing to gain: limit 1, realised 0. A base whose step is CPU-bound has
+    neither: GPU time saved is not step time saved, and fewer launches save more.
 
     Args:
         steps_ms: of each base, measured without a profiler.
@@ -117,8 +134,9 @@ def attribute(
     """
     spent = {name: sum(share.ms for share in of if share.group == group) for name, of in shares.items()}
     least = fewest_bytes / copy_gb_per_s / 1e6
-    gains = {base: max(0.0, spent[base] - least) for base in steps_ms}
+    bound = {base: ms for base, ms in steps_ms.items() if sum(share.ms for share in shares[base]) >= (1 - WAITING) * ms}
+    gains = {base: max(0.0, spent[base] - least) for base in bound}
     # A profiled step is slower than one that is not, and may spend more on norms than that takes; no step beats its sites.
-    limits = {base: max(1.0, ms / max(ms - gains[base], least)) if gains[base] else 1.0 for base, ms in steps_ms.items()}
+    limits = {base: max(1.0, ms / max(ms - gains[base], least)) if gains[base] else 1.0 for base, ms in bound.items()}
     realised = {base: (spent[base] - spent[subject]) / gain if gain else 0.0 for base, gain in gains.items()}
     return Attribution(shares, fewest_bytes, copy_gb_per_s, limits, realised, group=group)

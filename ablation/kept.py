@@ -11,6 +11,7 @@ import configs
 from ablation.variants import Variant
 from configs import keys
 from measure.schedule import Cycle
+from measure.sources import STEP, folders_hash
 from measure.store import Store
 from measure.tables import flat, label
 
@@ -45,10 +46,11 @@ class Kept(Store):
 
 def facts_of(variants: Sequence[Variant], environment: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for cycles to belong together: what affects a step or the plan of the ablation, and the machine."""
-    free = {key for key in keys.affecting("nothing") if not key.startswith("ablate.")}
+    free = keys.affecting("nothing")
     found: dict[str, Any] = {}
     for variant in variants:
         of = f" ({label(variant.overrides)})" if len(variants) > 1 else ""
         found |= {f"{key}{of}": value for key, value in flat(configs.to_dict(variant.cfg)).items() if key not in free}
     machine = flat(dict(environment))
-    return found | {name: machine.get(name) for name in ("gpu.name", "versions.torch", "versions.triton", "sources.step")}
+    here = {name: machine.get(name) for name in ("gpu.name", "versions.torch", "versions.triton")}
+    return found | here | {"code": folders_hash(*STEP)}

@@ -11,11 +11,12 @@ from ablation.gpu_time import parts_ms
 from ablation.records import Cell, Parity
 from ablation.rounding import MARGIN
 from measure.comparison import is_twin
-from measure.plots import ARMS, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, ticker
+from measure.plots import ARMS, EDGE, GREY, GROUP_FILLS, INK, band, beside, dot, finish, legend_below, rows
 from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
 
 DRAWN = (0.1, 100.0)  # error ratios; those beyond are at the edge
+TICKS = (0.1, 0.2, 0.5, 0.7, 1.0, MARGIN, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 KINDS = ("loss", "gradient norm", "gradients", "row scales", "parameters")  # of quantities that parity compares
 
 
@@ -26,41 +27,56 @@ class Bars:
     title: str
     steps_ms: Mapping[str, Spread]  # by arm; the last is the subject
     speedups: Mapping[str, Interval]  # of the subject, by base, the fastest first
+    controls: Sequence[Interval]  # of an arm over itself
 
 
 def bars_of(cell: Cell) -> Bars:
     arms = {name: arm for name, arm in cell.arms.items() if not is_twin(name)}
     steps = {name: spread([ms for block in arm.blocks_ms for ms in block]) for name, arm in arms.items()}
-    return Bars(cell.title, steps, {base: cell.against(base).speedup for base in cell.opponents})
+    others = [base for base, pairs in cell.pairs.items() if base not in cell.opponents and cell.subject in pairs]
+    speedups = {base: cell.against(base).speedup for base in (*cell.opponents, *others)}
+    return Bars(cell.title, steps, speedups, [control.speedup for control in cell.controls])
 
 
 def lead(groups: Sequence[Bars], path: Path, footer: str, title: str = "Step time") -> None:
-    """Step times, a bar for each arm; on the right the subject's speed-up over each other arm with its interval."""
-    figure, axes, heights = _rows([(group.title, list(group.steps_ms)) for group in groups])
-    rows = [(group, name) for group in groups for name in group.steps_ms]
-    most = max(group.steps_ms[name].p90 for group, name in rows)
-    for y, (group, name) in zip(heights, rows, strict=True):
-        steps, colour = group.steps_ms[name], ARMS.get(name, {"color": GREY})["color"]
-        whiskers = [[steps.median - steps.p10], [steps.p90 - steps.median]]
-        axes.barh(y, steps.median, 0.82, color=colour, xerr=whiskers, ecolor=EDGE, error_kw={"linewidth": 0.8})
-        words = f"{steps.median:.1f} ms" if steps.median >= 10 else f"{steps.median:.2f} ms"
-        if (speedup := group.speedups.get(name)) is not None:
-            words += f"    {list(group.steps_ms)[-1]} {interval_text(speedup)} ×"
-        axes.text(steps.p90 + 0.015 * most, y, words, va="center", fontsize=7.5, color=INK)
-    axes.set_xlim(0, 1.62 * most)
-    shown = [tick for tick in ticker.MaxNLocator(6).tick_values(0, most) if tick <= 1.05 * most]
-    axes.xaxis.set_major_locator(ticker.FixedLocator(shown))
-    axes.set_xlabel("ms a step (median; whiskers 10 to 90 %). Right: speed-up over this arm, 95 % interval", fontsize=8)
+    """Left a bar for each arm's step; right the subject's speed-up over each other arm with its interval, over the band of A/A.
+
+    The axis of the speed-ups is that of the fastest other arms; a larger one is an arrowhead at its edge, and a number.
+    """
+    figure, (bars, gains), heights = rows([(group.title, list(group.steps_ms)) for group in groups], panels=2)
+    judged = [interval for group in groups for interval in (*list(group.speedups.values())[:1], *group.controls)]
+    low, high = min([0.99, *(of.low for of in judged)]), max([1.02, *(of.high for of in judged)])
+    gains.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    gains.axvline(1.0, color=GREY, linewidth=1.0)
+    most, places = max(of.p90 for group in groups for of in group.steps_ms.values()), iter(heights)
+    for group in groups:
+        at = {name: next(places) for name in group.steps_ms}
+        if group.controls:
+            same = min(of.low for of in group.controls), max(of.high for of in group.controls)
+            band(gains, *same, min(at.values()), max(at.values()))
+        for name, steps in group.steps_ms.items():
+            colour = ARMS.get(name, {"color": GREY})["color"]
+            whiskers = [[steps.median - steps.p10], [steps.p90 - steps.median]]
+            bars.barh(at[name], steps.median, 0.82, color=colour, xerr=whiskers, ecolor=EDGE, error_kw={"linewidth": 0.8})
+            words = f"{steps.median:.1f} ms" if steps.median >= 10 else f"{steps.median:.2f} ms"
+            bars.text(steps.p90 + 0.02 * most, at[name], words, va="center", fontsize=7.5, color=INK)
+        for name, speedup in group.speedups.items():
+            dot(gains, at[name], speedup)
+            beside(gains, at[name], interval_text(speedup))
+    bars.set_xlim(0, 1.25 * most)
+    bars.set_xlabel("ms a step (median; whiskers 10 to 90 %)", fontsize=8)
+    subjects = " or ".join(dict.fromkeys(list(group.steps_ms)[-1] for group in groups))
+    gains.set_xlabel(f"{subjects} is so many times as fast as this arm, 95 %\n(grey: an arm against itself)", fontsize=8)
     finish(figure, title, footer, path)
 
 
 def attributions(cells: Sequence[Cell], path: Path, footer: str) -> None:
     """Time of a step by kind of work and idle time, a bar for each arm."""
     groups = [(cell.title, parts_ms(cell)) for cell in cells]
-    figure, axes, heights = _rows([(title, list(arms)) for title, arms in groups])
-    rows = [parts for _, arms in groups for parts in arms.values()]
-    most, entries = max(sum(parts.values()) for parts in rows), dict[str, Any]()
-    for y, parts in zip(heights, rows, strict=True):
+    figure, (axes,), heights = rows([(title, list(arms)) for title, arms in groups])
+    bars = [parts for _, arms in groups for parts in arms.values()]
+    most, entries = max(sum(parts.values()) for parts in bars), dict[str, Any]()
+    for y, parts in zip(heights, bars, strict=True):
         left = 0.0
         for group, ms in sorted(parts.items(), key=lambda part: list(GROUP_FILLS).index(part[0].lower())):
             colour, hatch = GROUP_FILLS[group.lower()]
@@ -85,35 +101,23 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
     over seeds.
     """
     titles = [f"{one.arm}: {label(one.overrides)}, {one.precision}, {len(one.seeds)} seeds" for one in found]
-    figure, axes, heights = _rows([(title, KINDS) for title in titles])
+    figure, (axes,), heights = rows([(title, KINDS) for title in titles])
     axes.axvspan(1e-9, MARGIN, color="#dcfce7", zorder=0)
     axes.axvline(1.0, color=GREY, linewidth=1.0)
-    scatter = np.random.default_rng(0)
+    scatter, ratios = np.random.default_rng(0), [0.5, 1.5]
     for number, one in enumerate(found):
         for quantity, distances in one.distances.items():
             kind, layer, _ = quantity.partition(" of ")
             y = heights[len(KINDS) * number + KINDS.index(f"{kind}s" if layer else quantity)]
             ratio = np.exp(np.mean([np.log(of.tested / max(of.reordered, 1.0)) for of in distances])).clip(*DRAWN)
-            dot = {"color": ARMS.get(one.arm, {"color": GREY})["color"], "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
-            axes.plot([ratio], [y + scatter.uniform(-0.2, 0.2)], "o", **dot)
+            ratios.append(ratio)
+            style = {"color": ARMS.get(one.arm, {"color": GREY})["color"], "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
+            axes.plot([ratio], [y + scatter.uniform(-0.2, 0.2)], "o", **style)
     axes.set_xscale("log")
-    axes.set_xlim(0.8 * DRAWN[0], 1.25 * DRAWN[1])
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.set_xlabel(f"error ratio; green: accepted, up to {MARGIN}; {DRAWN[1]:g} is that or more", fontsize=8)
+    axes.set_xlim(0.9 * min(ratios), 1.1 * max(ratios))
+    ticks = [tick for tick in TICKS if min(ratios) <= tick <= max(ratios)]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.minorticks_off()
+    beyond = f"; {DRAWN[1]:g} is that or more" if max(ratios) == DRAWN[1] else ""
+    axes.set_xlabel(f"error ratio; green: accepted, up to {MARGIN}{beyond}", fontsize=8)
     finish(figure, "Parity: the error beside what rounding and other orders of sums explain", footer, path)
-
-
-def _rows(groups: Sequence[tuple[str, Sequence[str]]]) -> tuple[Any, Any, list[float]]:
-    """A figure with a named row for each member of each group, beneath the group's title; and the heights of the rows."""
-    heights, titles, y = list[float](), list[float](), 0.0
-    for _, members in groups:
-        titles.append(y)
-        heights += [y + 1 + at for at in range(len(members))]
-        y += len(members) + 1.3
-    figure, axes = pyplot.subplots(figsize=(8.4, 1.2 + 0.21 * y))
-    axes.set_yticks(heights, [NAMES.get(member, member) for _, members in groups for member in members])
-    axes.set_ylim(y - 0.6, -0.6)
-    for (title, _), height in zip(groups, titles, strict=True):
-        axes.text(0.005, height, title, transform=axes.get_yaxis_transform(), va="center", fontsize=8, fontweight="bold")
-    bare(axes, "x")
-    return figure, axes, heights

@@ -17,7 +17,7 @@ import numpy as np
 
 from measure.comparison import TWIN, differs, is_twin, reach
 from measure.files import json_text, relative, replace_text
-from measure.sources import ROOT
+from measure.sources import ROOT, together
 from measure.statistics import Interval, geometric_mean
 from measure.tables import capital, document, interval_text, label, listed, markdown
 from training.interrupt import show
@@ -46,7 +46,8 @@ def ablate(arguments: Sequence[str], count: int, folder: Path) -> int:
         if code not in (0, 1) or len(reports) < number or reports[-1]["unfinished"]:
             return code
     command, found = shlex.join(["python", "ablate.py", *arguments]), speedups(reports)
-    replace_text(folder / REPORT, json_text({"command": command, "pairs": found}, indent=1) + "\n")
+    ran = {"environment": reports[0]["environment"], "code": together([of["code"] for of in reports])}
+    replace_text(folder / REPORT, json_text({"command": command, **ran, "pairs": found}, indent=1) + "\n")
     words = report(found, reports)
     replace_text(folder / "report.md", f"{words}\n## Command\n\n```\n{command}\n```\n")
     show(f"{words}\nreport: {relative(folder)}/report.md")

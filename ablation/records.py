@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ablation.config import NANOGPT
 from ablation.rounding import Distances, Quantity
-from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
 from measure.comparison import TWIN, Comparison, Pairs, conclusion, cycle_times, is_twin
 from measure.files import json_text, replace_text
@@ -32,7 +32,8 @@ class Attribution:
     shares: dict[str, list[Share]]  # by arm
     norm_bytes: int  # the fewest that the norm sites of a step must move, or its loss where that is compared
     copy_gb_per_s: float  # measured in the same process
-    limits: dict[str, float]  # Amdahl limit, by base: the speed-up over it of a step whose norm sites run at copy bandwidth
+    # Amdahl limit, by base: the speed-up over it of a step whose norm sites run at copy bandwidth. A CPU-bound base has none.
+    limits: dict[str, float]
     realised: dict[str, float]  # by base: of the time up to that limit, the part that the subject saves; 1 is all
     kernels: dict[str, list[Kernel]] = field(default_factory=dict)  # by arm: what the shares are sums of, longest first
     group: str = "norm"  # of the shares: what is compared
@@ -116,6 +117,7 @@ class Ablation:
     config: str  # YAML
     kernels: bool  # whether fused ran kernels; else the PyTorch reference
     notes: list[str] = field(default_factory=list)  # what a reader must know beside the figures
+    code: dict[str, Any] = field(default_factory=dict)  # what ran, of measure/sources.py
     unfinished: str = ""  # how much there is of what was asked for, if not all
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ablation import plots
-from ablation.gpu_time import IDLE, parts_ms
+from ablation.gpu_time import IDLE, WAITING, parts_ms
 from ablation.records import Ablation, Cell
 from ablation.variants import GRAPH
 from measure import tables
@@ -16,7 +16,6 @@ from measure.files import replace_text
 from measure.statistics import spread
 from measure.tables import aligned, capital, interval_text, label, listed, markdown, number, section, wrapped
 
-WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
 EXPLAINED = "docs/ablation.md has the protocol, and explains each table. report.json and config.yaml have all figures and keys."
 
 
@@ -140,9 +139,12 @@ def _gpu_time(cells: Sequence[Cell]) -> str:
         said = (
             f"{'The norm sites' if found.group == 'norm' else 'The loss'} of a step must move {found.norm_bytes / 1e9:.2f} GB, "
             f"which takes {number(least)} ms at the {found.copy_gb_per_s:,.0f} GB/s that a copy reached here; of this copy "
-            f"bandwidth they reach {', '.join(reached) or 'nothing'}. Amdahl limit, an estimate: at copy bandwidth this step "
-            f"is {' and '.join(limits)}. A CPU-bound step may gain more, by fewer launches."
+            f"bandwidth they reach {', '.join(reached) or 'nothing'}."
         )
+        if limits:
+            said += f" Amdahl limit, an estimate: at copy bandwidth this step is {' and '.join(limits)}."
+        if above := [base for base, limit in found.limits.items() if cell.against(base).speedup.low > limit]:
+            said += f" The speed-up over {' and '.join(above)} is above it: the GPU is idle for less time, too."
         # Of F.rms_norm PyTorch has more than one from 2.13 on.
         ran = {kernel.name for kernel in found.kernels.get(TORCH, ()) if kernel.group == "norm"}
         if own := sorted({match[0][:60] for name in ran if (match := re.search(r"\w*norm\w*", name, re.IGNORECASE))}):

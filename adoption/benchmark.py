@@ -16,8 +16,6 @@ import copy
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -113,8 +111,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
-    libraries = [name for name in ("transformers", "liger-kernel") if find_spec(name.replace("-", "_"))]
-    results = command.open_results(options, (), {name: version(name) for name in libraries})
+    results = command.open_results(options)
     for kind in options.model:
         arms = [name for name in ARMS if name in (TORCH, AGAIN, *options.arm)]
         results.add(records := measure(kind, options.device, options.rounds, arms))

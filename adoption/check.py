@@ -274,10 +274,6 @@ def alternating_blocks(
     """The times in ms of so many steps of each arm in each of its blocks, by name."""
 
     def block(name: str, _: int) -> list[float]:
-        clock = StepClock(device, warmup=LEAD_IN)
-        for _step in range(LEAD_IN + block_steps):
-            with clock.step():
-                steps[name]()
-        return list(clock.steps_ms)
+        return StepClock(device, warmup=LEAD_IN).times(lambda _: steps[name](), range(LEAD_IN + block_steps))
 
     return run_blocks(block, list(steps), cycles, seed=0)

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, names: Sequence[str], tasks: Sequence[Task]
         names: of the providers.
         file: name of the record, if it is not the program's.
     """
-    device, results = options.device, command.open_results(options, names, file=file)
+    device, results = options.device, command.open_results(options, file=file)
     with timing.side_stream(device), progress(len(tasks), results.path.stem) as bar:
         copy_gb_per_s = timing.copy_bandwidth(device, 2.0 if device.type == "cuda" else 0.01)
         timing.free_memory(device)

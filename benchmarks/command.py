@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks import providers
+from measure import sources
 from measure.environment import environment as facts_of
-from measure.environment import git_state
+from measure.environment import git_state, libraries
 from measure.files import replace_text
-from measure.sources import ROOT, fingerprints
+from measure.sources import ROOT
 
 FOLDER = Path(__file__).parent / "results"
 SCRATCH = Path(".cache/benchmarks")  # for what was measured on a CPU, which is not published
@@ -98,12 +99,12 @@ def slug(environment: dict[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def environment(device: torch.device, libraries: dict[str, str]) -> dict[str, Any]:
-    """The facts of this machine and code. `libraries` are versions of what is compared."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """The facts of this machine, without those of the code that runs: `Results` notes them when it has run."""
     facts = facts_of(device)
     del facts["command"]  # recorded beside the environment
-    facts["versions"] = {name: v for name, v in {**facts["versions"], **libraries}.items() if v is not None}
-    return facts | {"git": git_state(ROOT, NOT_CODE), "sources": fingerprints()}
+    facts["versions"] = {name: of for name, of in facts["versions"].items() if of is not None}
+    return facts | {"git": git_state(ROOT, NOT_CODE)}
 
 
 class Results:
@@ -111,14 +112,18 @@ class Results:
 
     def __init__(self, path: Path, environment: dict[str, Any], command: str) -> None:
         self.path, self.part = path, path.with_suffix(".json.part")
-        self.head = json.dumps({"environment": environment, "command": command}, indent=1)
+        self.environment, self.command = environment, command
         self.records: list[Record] = []
+        self.of_others: list[sources.Code] = []  # what processes that this one started have run
 
     def add(self, records: Iterable[Record]) -> None:
-        """Writes one record a line, so that a diff shows the changed cells."""
+        """Writes one record a line, so that a diff shows the changed cells, and what has run so far."""
         self.records += records
+        versions = self.environment["versions"] | libraries()
+        code = sources.together([sources.code(), *self.of_others])
+        head = json.dumps({"environment": self.environment | {"versions": versions}, "command": self.command}, indent=1)
         lines = ",\n".join(f"  {json.dumps(record, separators=(',', ':'))}" for record in self.records)
-        replace_text(self.part, f'{self.head[:-2]},\n "records": [\n{lines}\n ]\n}}\n')
+        replace_text(self.part, f'{head[:-2]},\n "code": {json.dumps(code)},\n "records": [\n{lines}\n ]\n}}\n')
 
     def finish(self) -> list[Record]:
         """Puts the file in its place; returns its records."""
@@ -127,22 +132,14 @@ class Results:
         return self.records
 
 
-def open_results(
-    options: argparse.Namespace,
-    names: Iterable[str] = (),
-    others: dict[str, str] | None = None,
-    file: str | None = None,
-    published: bool = False,
-) -> Results:
+def open_results(options: argparse.Namespace, file: str | None = None, published: bool = False) -> Results:
     """The record that this run makes.
 
     Args:
-        names: of providers.
-        others: versions of what is compared beside providers.
         file: name of the record, if it is not the program's.
         published: of a CPU too, as that of a computation that any machine repeats.
     """
-    facts = environment(options.device, providers.versions(names) | (others or {}))
+    facts = environment(options.device)
     folder = FOLDER if options.device.type == "cuda" or published else SCRATCH
     command = shlex.join(["python", "-m", options.module, *options.argv])
     return Results(folder / slug(facts) / f"{file or options.program}.json", facts, command)

@@ -51,7 +51,7 @@ def both(function: Function, inputs: TensorSet) -> object:
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     device, names = options.device, command.importable(options.provider, PROVIDERS)
-    results = command.open_results(options, names)
+    results = command.open_results(options)
     with timing.side_stream(device):
         own: dict[str, Function] = {"ours": ours, "torch": plain, "compile": compiled(plain)}
         functions = {name: function for name in names if (function := own.get(name) or PROVIDERS[name](SHAPE)) is not None}

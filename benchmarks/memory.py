@@ -66,7 +66,7 @@ def bytes_of(function: Function, inputs: TensorSet, device: torch.device) -> dic
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     device, names = options.device, command.importable(options.provider, COMPARED)
-    results = command.open_results(options, names)
+    results = command.open_results(options)
     with timing.side_stream(device):
         for case, stream, provider in product(("dropout_add_ln", "dropout_add_rms"), ("bf16", "fp32"), names):
             shape = Shape(CASES[case], stream, "bf16", command.rows_on(device, ROWS), WIDTH)
@@ -82,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def markdown(file: dict[str, Any]) -> str:
     rows = []
     for r in file["records"]:
-        if r["N"] == WIDTH:  # older records have others
-            mib = [NOTHING if r[what] is None else f"{r[what] / r['blocks'] / 2**20:.0f}" for what in ("kept", "peak")]
-            rows.append([CASES[r["case"]].label, r["residual_dtype"], f"{r['M']} × {r['N']}", r["provider"], *mib])
+        mib = [NOTHING if r[what] is None else f"{r[what] / r['blocks'] / 2**20:.0f}" for what in ("kept", "peak")]
+        rows.append([CASES[r["case"]].label, r["residual_dtype"], f"{r['M']} × {r['N']}", r["provider"], *mib])
     return compact_markdown(HEADER, rows)
 
 

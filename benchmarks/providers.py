@@ -7,14 +7,13 @@ imported when they are asked for and never needed.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import get_context
 from pathlib import Path
@@ -124,17 +123,6 @@ def load_before(folder: Path) -> str:
 
     PROVIDERS["before"] = lambda shape: site_of(site, shape) if shape.case.plain else None
     return "before"
-
-
-def versions(names: Iterable[str]) -> dict[str, str]:
-    """The versions of the providers' libraries. A library that was copied and not installed may still have __version__."""
-    found = {}
-    for name in (name for name in names if name in MODULES):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = str(getattr(import_module(MODULES[name].partition(".")[0]), "__version__", "unknown"))
-    return found
 
 
 # ---- compiling ahead --------------------------------------------------------------------------------------------------------

@@ -1,66 +1,96 @@
-"""Writes the tables and pictures of README.md and docs/ from recorded results.
+"""Writes the tables, figures and pictures of README.md and docs/ from recorded results.
 
-python -m benchmarks.readme            rewrites tables, and draws the pictures beside their records
-python -m benchmarks.readme --check    fails if a table is not what the records say
+python -m benchmarks.readme            rewrites tables and figures, and draws the pictures beside their records
+python -m benchmarks.readme --check    fails if a table or a figure is not what the records say
 
     <!-- benchmarks: norms_models nvidia-h200 1152 2304 -->
     anything here is replaced
     <!-- end of benchmarks -->
 
-Words behind the GPU's name choose rows: of `norms_models` widths, of `ablation` and `headline` records. `headline` has a line
-for each cell of an ablation, before → after. `versions` is one sentence on the records of a GPU. A page may name a record
-before it is there.
+Words behind the GPU's name choose rows: of `norms_models` widths, of `ablation` and `headline` records. `headline` has those of
+HEADLINE, in words. `study` is the table of one study. `origin` says where the records that it names are from, for a page with
+figures of them. A page may name a record before it is there.
 
-The line under a table names GPU, versions and revision, and says if what was measured has changed since (measure/sources.py).
+    one call takes <!-- figure: nvidia-h100 host us:.0f provider=ours direction=forward -->37<!-- end --> µs
+
+A figure is a field of the rows of a record (`rows_of`) that have these values, in the format behind the colon; of several rows
+it is the lowest to the highest. `us*.001:.2f` is a multiple, and words with spaces stand in quotes.
+
+The line under a table names GPU, versions and revision, and says what has changed since (measure/sources.py). --check asks that
+it says so of the modules, and not that it names all of them.
 """
 
 import argparse
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from ablation import plots
 from benchmarks import host, memory, report, scaling, study_errors
 from benchmarks.command import FOLDER
 from measure.comparison import TORCH, TWIN, is_twin
+from measure.environment import LIBRARIES
 from measure.files import replace_text
-from measure.sources import OF_RECORD, ROOT, fingerprints
+from measure.sources import ROOT, changes
 from measure.statistics import Interval, Spread
 from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: \w+)*) -->\n).*?(<!-- end of benchmarks -->)", re.DOTALL)
+FIGURE = re.compile(r"(<!-- figure: ([\w-]+) (\w+) ([^>]+?) -->).*?(<!-- end -->)", re.DOTALL)
+CHANGED = re.compile(r"^Old.* (has|have) changed\.$", re.MULTILINE)
+FIELD = re.compile(r"(?P<name>[^*:]+)(?:\*(?P<times>[\d.e-]+))?(?::(?P<format>.+))?")
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation", "modulated"), report.markdown),
+    "adoption": report.adoption,
     "host": host.markdown,
     "memory": memory.markdown,
     "scaling": scaling.markdown,
     "study_errors": study_errors.markdown,
 }
-PICTURED = ("gpt2", "llama")  # ablations in the lead picture
+HEADLINE = {  # what README shows: record and title of a cell, and its name in words
+    ("gpt2", "compiled, model.dropout=0.1"): "GPT-2 124M, dropout 0.1, compiled",
+    ("gpt2", "eager, model.dropout=0.1"): "GPT-2 124M, dropout 0.1, eager",
+    ("gpt2", "compiled, model.dropout=0.0"): "GPT-2 124M, no dropout, compiled",
+    ("llama", "compiled, model.qk_norm=True"): "Llama 114M with QK-norm, compiled",
+    ("shakespeare_char", "compiled graph"): "character model 10M, compiled, one CUDA graph",
+    ("shakespeare_char", "compiled"): "character model 10M, compiled, no CUDA graph",
+}
 Cell = dict[str, Any]  # of a report.json
-Environments = Mapping[str, dict[str, Any]]  # by record
+Files = Mapping[str, dict[str, Any]]  # results, by the name of their record
 
 
 def load(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def path_of(folder: Path, name: str) -> Path:
+    """The file of a record, which may not be there."""
+    inside = [folder / of / name / "report.json" for of in ("ablation", "study")]
+    return next((path for path in inside if path.exists()), folder / f"{name}.json")
+
+
 # ---- ablations -------------------------------------------------------------------------------------------------------------
 
 
-def cells_of(folder: Path, names: Sequence[str]) -> tuple[list[tuple[str, Cell]], dict[str, dict[str, Any]]]:
-    """The cells of these ablations, or of all in the folder, and their environments, both by name. An environment says what of
-    its record is `unfinished`."""
-    found, environments = [], {}
-    for name in names or sorted(path.parent.name for path in folder.glob("*/report.json")):
-        record = load(folder / name / "report.json")
-        environments[name] = record["environment"] | {"unfinished": record.get("unfinished")}
-        found += [(name, cell) for cell in record["cells"]]
-    return found, environments
+def ablations_of(folder: Path, names: Sequence[str]) -> Files:
+    """The reports of these ablations, or of all in the folder, but for those of several processes."""
+    found = {
+        name: load(folder / name / "report.json")
+        for name in names or sorted(p.parent.name for p in folder.glob("*/report.json"))
+    }
+    return {name: file for name, file in found.items() if "cells" in file}
+
+
+def cells_of(files: Files) -> list[tuple[str, Cell]]:
+    """With the names of their records."""
+    return [(name, cell) for name, file in files.items() for cell in file["cells"]]
 
 
 def steps_of(cell: Cell) -> dict[str, Spread]:
@@ -88,6 +118,7 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
     rows = []
     for name, cell in cells:
         ms, other = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}, fastest(cell)
+        limits = (cell["attribution"] or {"limits": {}})["limits"]
         rows.append([
             f"[{name}]({root}/{name}/report.md), {title_of(cell)}",
             ms[TORCH],
@@ -96,64 +127,80 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
             interval_text(speedup(cell, other)),
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
             " and ".join(interval_text(speedup(cell, b, b + TWIN)) for b, of in cell["pairs"].items() if b + TWIN in of),
-            NOTHING if cell["attribution"] is None else f"{cell['attribution']['limits'][other]:.3f}",
+            f"{limit:.3f}" if (limit := limits.get(other)) else NOTHING,
         ])  # fmt: skip
     header = ["configuration", "torch ms", "fastest other arm, ms", "fused ms", "speed-up over it (95 %)", "over torch"]
     return compact_markdown([*header, "A/A (95 %)", "Amdahl limit"], rows)
 
 
 def headline(cells: Sequence[tuple[str, Cell]]) -> str:
-    """A row for each cell: milliseconds of the arms, and what the subject gains over them."""
+    """The rows of HEADLINE that are recorded: milliseconds, what the subject gains, and the memory that it saves."""
     rows = []
-    for name, cell in cells:
-        ms = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}
-        gains = [interval_text(speedup(cell, base)) if base in ms else NOTHING for base in ("compiled", TORCH)]
-        rows.append([f"{name}, {title_of(cell)}", ms[TORCH], ms.get("compiled", NOTHING), ms[cell["subject"]], *gains])
-    header = ["a step, ms", "torch", "compiled norm", "fused", "fused over compiled norm", "fused over torch"]
-    return compact_markdown(header, rows)
+    for words, cell in named(cells):
+        ms, other = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}, fastest(cell)
+        gain = interval_text(speedup(cell, other))
+        if cell["verdict"].startswith("no difference found"):
+            gain = f"no difference found: {gain}"
+        peak, least = (cell["arms"][arm]["peak_gb"] for arm in (other, cell["subject"]))
+        rows.append([
+            words,
+            ms[other],
+            ms[cell["subject"]],
+            gain,
+            NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
+            NOTHING if peak is None else f"{round(peak - least, 2) + 0.0:.2f} of {peak:.2f}".replace("-", "−"),
+        ])  # fmt: skip
+    header = ["a training step", "fastest without prenorm, ms", "with prenorm, ms", "times as fast (95 %)"]
+    return compact_markdown([*header, "over PyTorch as it is", "GiB saved"], rows)
+
+
+def headlined(folder: Path) -> list[str]:
+    """The ablations of HEADLINE that a GPU's folder has."""
+    return sorted({name for name, _ in HEADLINE if (folder / "ablation" / name / "report.json").exists()})
+
+
+def named(cells: Sequence[tuple[str, Cell]]) -> list[tuple[str, Cell]]:
+    by_name = {(name, title_of(cell)): cell for name, cell in cells}
+    return [(words, by_name[of]) for of, words in HEADLINE.items() if of in by_name]
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------------
 
 
-def origin(name: str, environments: Environments) -> list[str]:
-    """Of a table: GPU, versions and revisions of its records; which were stopped before their end; of which what was measured
-    has changed since, by its sources. A record without fingerprints is older than they are."""
+def origin(files: Files) -> list[str]:
+    """Of a table: GPU, versions and revisions of its records; which were stopped before their end; what makes them old."""
     found: dict[str, dict[str, list[str]]] = {}
-    for record, environment in environments.items():
-        where, _, revision = machine(environment).rpartition(", git ")
+    old: dict[str, list[str]] = {}
+    for record, file in files.items():
+        where, _, revision = machine(file["environment"]).rpartition(", git ")
         found.setdefault(where, {}).setdefault(revision, []).append(record)
+        for change in changes(file, pins(), "pinned"):
+            old.setdefault(change, []).append(record)
     several = len(found) > 1 or len(*found.values()) > 1
     named = [
         f"{where}, git " + ", ".join(git + (f" ({', '.join(records)})" if several else "") for git, records in of.items())
         for where, of in found.items()
     ]
-    stopped = [f"{record} ({of['unfinished']})" for record, of in environments.items() if of.get("unfinished")]
-    what = OF_RECORD.get(name, "norms")
-    now = fingerprints()[what]
-    old = [record for record, of in environments.items() if of.get("sources", {}).get(what) != now]
-    which = f" ({', '.join(old)})" if len(environments) > 1 else ""
+    stopped = [f"{record} ({file['unfinished']})" for record, file in files.items() if file.get("unfinished")]
+    which = {change: f" ({', '.join(records)})" if len(records) < len(files) else "" for change, records in old.items()}
     return [
         "; ".join(named),
         *([f"Stopped before its end: {', '.join(stopped)}."] if stopped else []),
-        *([f"Old: the measured code has changed since this was recorded{which}."] if old else []),
+        *(f"Old{which[change]}: {change}." for change in old),
     ]
 
 
-def versions(folder: Path) -> str:
-    """Which versions the records have, where constraints.txt pins others."""
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    paths = [*folder.glob("*.json"), *folder.glob("ablation/*/report.json")]
-    known = [load(path)["environment"]["versions"] for path in paths]
-    told = [f"{name} {' and '.join(sorted({of[name] for of in known if of.get(name)}))}" for name in ("torch", "triton")]
-    return f"Recorded with {' and '.join(told)}; `constraints.txt` pins {pinned['torch']} and {pinned['triton']}."
+def pins() -> dict[str, str]:
+    """The versions in constraints.txt of what is measured."""
+    found = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    return {name: of for name, of in found.items() if name in ("torch", "triton", *LIBRARIES)}
 
 
 def rewritten(text: str, page: Path, folder: Path) -> str:
-    """The text of a page with new contents of every marked block.
+    """The text of a page with new contents of every marked block, and every figure.
 
     Raises:
-        ValueError: a marker names a table that is not there, or is not of the form.
+        ValueError: a marker names a table or a figure that is not there, or is not of the form.
         FileNotFoundError: it names an ablation that is not there.
     """
     root = Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
@@ -162,54 +209,131 @@ def rewritten(text: str, page: Path, folder: Path) -> str:
         begin, name, gpu, words, end = match.groups()
         return "\n\n".join([begin + "\n" + content(name, folder / gpu, words.split(), f"{root}/{gpu}"), end])
 
-    new, count = BLOCK.subn(block, text)
-    if text.count("<!-- benchmarks:") != count:
-        raise ValueError(f"{page}: a marker has no end, or is not of the form <!-- benchmarks: TABLE GPU [ROWS …] -->")
-    return new
+    for pattern, replace, form in (
+        (BLOCK, block, "benchmarks: TABLE GPU [ROWS …]"),
+        (FIGURE, lambda match: figure(match, folder), "figure: GPU RECORD FIELD[*NUMBER][:FORMAT] [KEY=VALUE …]"),
+    ):
+        marker = f"<!-- {form.partition(' ')[0]}"
+        text, count = pattern.subn(replace, text)
+        if text.count(marker) != count:
+            raise ValueError(f"{page}: a marker has no end, or is not of the form <!-- {form} -->")
+    return text
 
 
 def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
     """A table, and where it is from."""
-    if name == "versions":
-        return versions(folder)
     if name in ("ablation", "headline"):
-        cells, environments = cells_of(folder / "ablation", words)
-        table = ablation(cells, f"{root}/ablation") if name == "ablation" else headline(cells)
-        return "\n\n".join([table, *origin("ablation", environments)])
-    if name not in TABLES:
-        raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline and versions")
-    if not (folder / f"{name}.json").exists():
-        return f"Not recorded on {folder.name} yet: `python -m benchmarks.records {name}` records it."
-    file = load(folder / f"{name}.json")
-    table = report.by_width(file, words) if words else TABLES[name](file)
-    return "\n\n".join([table, *origin(name, {name: file["environment"]})])
+        files = ablations_of(folder / "ablation", words or (headlined(folder) if name == "headline" else ()))
+        table = ablation(cells_of(files), f"{root}/ablation") if name == "ablation" else headline(cells_of(files))
+        return "\n\n".join([table, *origin(files)])
+    if name not in (*TABLES, "study", "origin"):
+        raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline, study and origin")
+    records = words if name in ("study", "origin") else [name]
+    files = {record: load(path) for record in records if (path := path_of(folder, record)).exists()}
+    if missing := [record for record in records if record not in files]:
+        return f"Not recorded on {folder.name} yet: `python -m benchmarks.records {' '.join(missing)}`."
+    if name == "origin":
+        return "\n\n".join(origin(files))
+    (file,) = files.values()
+    if name == "study":
+        table = compact_markdown(*file["table"])
+    else:
+        table = report.by_width(file, words) if words else TABLES[name](file)
+    return "\n\n".join([table, *origin(files)])
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------------
+
+
+def figure(match: re.Match[str], folder: Path) -> str:
+    """A marker and its end, and the figure between them."""
+    begin, gpu, record, words, end = match.groups()
+    if not (path := path_of(folder / gpu, record)).exists():
+        return f"{begin}(not recorded yet){end}"
+    field, *keys = shlex.split(words)
+    wanted = dict(key.split("=", 1) for key in keys)
+    how = FIELD.fullmatch(field)
+    rows = [row for row in rows_of(load(path)) if all(str(row.get(key)) == value for key, value in wanted.items())]
+    values = [row[how["name"]] for row in rows if row.get(how["name"]) is not None] if how else []
+    if not how or not values:
+        there = ", ".join(dict.fromkeys(chain(*rows_of(load(path)))))
+        raise ValueError(f"{begin}: no row of {path} has these values and a field {field}; fields are {there}")
+
+    def shown(value: Any) -> str:
+        if isinstance(value, list):  # a median and its interval
+            middle, low, high = map(shown, value)
+            return f"{middle} ({low} to {high})"
+        return value if isinstance(value, str) else format(value * float(how["times"] or 1), how["format"] or ".3g")
+
+    ends = [min(values), max(values)] if len(values) > 1 else values
+    if isinstance(values[0], list) and len(values) > 1:
+        ends = [min(values)[0], max(values)[0]]
+    told = " to ".join(dict.fromkeys(map(shown, ends))).replace("-", "−").replace("%", " %")
+    return f"{begin}{told}{end}"
+
+
+def rows_of(file: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of a benchmark. Of an ablation a row for each arm of each cell: mode, swept keys, arm, ms, p10, p90, peak_gb,
+    launches, `over BASE` with its interval, the ms of each kind of work, and for an opponent the limit. Of one in several
+    processes a row for each pair, of a study one for each arm, as in its report."""
+    if "records" in file:
+        return file["records"]
+    if "table" in file:
+        header, rows = file["table"]
+        return [dict(zip(header, row, strict=True)) for row in rows]
+    if "cells" not in file:
+        return [
+            pair
+            | {"speedup": [pair["speedup"][at] for at in ENDS]}
+            | {"reach": max(pair["processes"]) - min(pair["processes"]), "deviation": stdev(pair["processes"])}
+            for pair in file["pairs"]
+        ]
+    found = []
+    for cell in file["cells"]:
+        for name, arm in cell["arms"].items():
+            times = {at: arm["step_ms"][key] for at, key in (("ms", "median"), ("p10", "p10"), ("p90", "p90"))}
+            row = {"mode": cell["mode"], **cell["overrides"], "arm": name, **times}
+            row |= {"peak_gb": arm["peak_gb"], "launches": arm["launches"]}
+            pairs = {base: of[name]["speedup"] for base, of in cell["pairs"].items() if name in of}
+            row |= {f"over {base}": [speedup[at] for at in ENDS] for base, speedup in pairs.items()}
+            if shares := cell["attribution"]:
+                row |= {of["group"]: of["ms"] for of in shares["shares"].get(name, ())} | {"limit": shares["limits"].get(name)}
+            found.append(row)
+    return found
+
+
+ENDS = ("median", "low", "high")
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------------
 
 
 def draw(folder: Path) -> None:
     """The pictures of all records of a GPU, beside them."""
-    if there := [name for name in PICTURED if (folder / "ablation" / name / "report.json").exists()]:
-        cells, environments = cells_of(folder / "ablation", there)
-        cells.sort(key=lambda one: (there.index(one[0]), one[1]["mode"] != "eager", label(one[1]["overrides"])))
+    if there := headlined(folder):
+        files = ablations_of(folder / "ablation", there)
         bars = []
-        for name, cell in cells:
+        for words, cell in named(cells_of(files)):
             steps = steps_of(cell)
-            of = {base: speedup(cell, base) for base in steps if base != cell["subject"]}
-            bars.append(plots.Bars(f"{name}, {title_of(cell)}", steps, of))
-        plots.lead(bars, folder / "lead.png", origin("ablation", environments)[0], "A training step with each norm")
+            bases = sorted(steps.keys() - {cell["subject"]}, key=lambda name: steps[name].median)
+            controls = [Interval(**of[base + TWIN]["speedup"]) for base, of in cell["pairs"].items() if base + TWIN in of]
+            bars.append(plots.Bars(words, steps, {base: speedup(cell, base) for base in bases}, controls))
+        plots.lead(bars, folder / "lead.png", origin(files)[0], "A training step with each norm")
     if (folder / "norms_models.json").exists():
         report.plot(load(folder / "norms_models.json"), folder / "norms_models.png")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table or a figure would change")
     check = parser.parse_args(argv).check
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         new = rewritten(text, page, FOLDER)
-        if new != text and check:
+        if check and CHANGED.sub("Old", new) != CHANGED.sub("Old", text):
             raise SystemExit(f"{page} is not what {FOLDER} says; run python -m benchmarks.readme")
-        replace_text(page, new)
+        if not check:
+            replace_text(page, new)
     if not check:
         for folder in FOLDER.iterdir():
             draw(folder)

@@ -1,14 +1,17 @@
 """Tables of records with shares of copy bandwidth, and the picture of the norms."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import BOTH, CASES, DIRECTIONS, MODEL_WIDTHS, SITES
 from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS
-from measure.plots import ARMS, DPI, GREY, bare, finish, legend_below, pyplot
-from measure.tables import NOTHING, aligned, compact_markdown, machine
+from measure.comparison import TORCH
+from measure.plots import ARMS, GREY, bare, finish, legend_below, pyplot
+from measure.statistics import Interval
+from measure.tables import NOTHING, aligned, compact_markdown, interval_text, machine
 
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
     "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy",
@@ -106,9 +109,24 @@ def _cell(records: Sequence[Record]) -> str:
     return f"{mark}{ours}{mark} / {percent(peer)} {peer['provider'].partition('-')[0]}"
 
 
+def adoption(file: File) -> str:
+    """A row for each model: milliseconds of a step plain, adopted and with Liger's kernels, and what adoption gains."""
+    rows = []
+    for kind in dict.fromkeys(record["model"] for record in file["records"]):
+        of = {r["arm"]: r for r in file["records"] if r["model"] == kind and not r.get("error")}
+        arms = [of.get(name, {}) for name in (TORCH, "adopted", "Liger")]
+        adopted = arms[1]
+        gains = [interval_text(Interval(*over) if (over := adopted.get(f"over {base}")) else None) for base in (TORCH, "Liger")]
+        cells = [f"{arm[what]:.1f}" if arm.get(what) else NOTHING for what in ("ms", "peak_gb") for arm in arms]
+        rows.append([f"{kind}, {file['records'][0]['parameters'] / 1e6:.0f}M", *cells[:3], *gains, *cells[3:]])
+    header = ["a step, ms", "plain", "adopted", "with Liger", "adopted over plain (95 %)", "adopted over Liger"]
+    return compact_markdown([*header, "GiB plain", "adopted", "Liger"], rows)
+
+
 # ---- the picture ------------------------------------------------------------------------------------------------------------
 
 
+DRAWN = ("add_ln", "add_rms")  # cases
 LINES = {  # the arm of an ablation that a provider is, and its name
     "ours": ("fused", "fused (ours)"),
     "compile": ("compiled", "torch.compile"),
@@ -119,22 +137,27 @@ LINES = {  # the arm of an ablation that a provider is, and its name
 
 
 def plot(file: File, path: Path) -> None:
-    """add+RMS backward: one panel of the widths of models, five names, % of copy bandwidth."""
-    records = [r for r in of_pages(file) if (r["case"], r["direction"]) == ("add_rms", "backward") and r["us"] is not None]
-    widths = sorted({r["N"] for r in records})
-    figure, axes = pyplot.subplots(figsize=(7.4, 3.6), dpi=DPI, layout="constrained")
-    entries = {}
-    for name, (arm, title) in LINES.items():
-        points = sorted((widths.index(r["N"]), 100 * r["share"]) for r in records if r["provider"] == name)
-        if points:
-            style = {"linewidth": 1.5, "markersize": 5} | ARMS[arm]
-            (entries[title],) = axes.plot(*zip(*points, strict=True), label=title, **style)
-    axes.axhline(100, color=GREY, linewidth=1.0)
-    axes.set_ylim(0, 110)
-    ticks = [size_label((n,)).replace(", ", "\n").replace(" ", "\n", 1) for n in widths]
-    axes.set_xticks(range(len(widths)), ticks, fontsize=7)
-    axes.set_ylabel("% of copy bandwidth")
-    bare(axes, "y")
+    """Add + norm: a panel for each norm and direction, a point for each width of a model and library, % of copy bandwidth with
+    the 10th to 90th percentile of the rounds."""
+    known = [r for r in of_pages(file) if r["case"] in DRAWN and r["direction"] in DIRECTIONS and r["us"] is not None]
+    widths = sorted({r["N"] for r in known})
+    figure, grid = pyplot.subplots(len(DRAWN), 2, figsize=(8.4, 5.6), sharex=True, sharey=True, squeeze=False)
+    entries = dict[str, Any]()
+    for (case, direction), axes in zip(product(DRAWN, DIRECTIONS), grid.flat, strict=True):
+        for name, (arm, title) in LINES.items():
+            of = [r for r in known if (r["provider"], r["case"], r["direction"]) == (name, case, direction)]
+            if points := sorted((widths.index(r["N"]), 100 * r["share"], r) for r in of):
+                x, share, records = zip(*points, strict=True)
+                ends = [[100 * r["share"] * abs(1 - r["us"] / r[end]) for r in records] for end in ("p90", "p10")]
+                style = {"linewidth": 1.5, "markersize": 5} | ARMS[arm]
+                entries[title] = axes.errorbar(x, share, yerr=ends, label=title, elinewidth=1.0, **style)
+        axes.axhline(100, color=GREY, linewidth=1.0)
+        axes.set_ylim(0, 110)
+        axes.set_title(f"{LABELS[case]} {direction}", fontsize=9, loc="left")
+        ticks = [size_label((n,)).replace(", ", "\n").replace(" ", "\n", 1) for n in widths]
+        axes.set_xticks(range(len(widths)), ticks, fontsize=6)
+        bare(axes, "y")
+    figure.supylabel("% of copy bandwidth", fontsize=9)
     legend_below(figure, entries)
-    title = "add+RMS backward: x bf16, stream and weights fp32, 32768 rows"
+    title = "Add + norm: x bf16, stream and weights fp32, 32768 rows"
     finish(figure, title, machine(file["environment"]), path)

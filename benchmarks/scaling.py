@@ -73,10 +73,10 @@ def cell_of(options: argparse.Namespace, parallel: str, ranks: int) -> tuple[Rec
         ConfigError: a key, a value or a combination that can't be used.
     """
     keys = [*KEYS[options.device.type], *options.keys]
-    batch_size = configs.compose_only(keys).train.batch_size
+    batch_size = configs.compose_only(keys, configs.Config).train.batch_size
     keys += [f"device={options.device.type}", f"parallel={parallel}", f"train.batch_size={batch_size * ranks}"]
     keys += [f"train.steps={options.warm_up + options.steps}"]
-    cfg = configs.compose_only(keys)
+    cfg = configs.compose_only(keys, configs.Config)
     on = replace(machine.inspect(cfg.device), ranks=ranks, by_torchrun=True)
     rules.check(cfg, on)
     # without NCCL_VERSION: NVIDIA's images set that, and it is not the version in use
@@ -108,8 +108,7 @@ def turn(ranks: int, warm_up: int, keys: Sequence[str]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     cells = {f"{way} {ranks}": cell_of(options, way, ranks) for way in options.parallel for ranks in options.ranks}
-    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if options.device.type == "cuda" else None
-    results = command.open_results(options, others=nccl)
+    results = command.open_results(options)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in cells}
     with progress(2 * options.rounds * len(cells), "scaling", "turn") as bar:
         for order in block_orders(list(cells), options.rounds, 0):
@@ -117,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 show_current(bar, name)
                 facts, keys = cells[name]
                 turns[name].append(turn(facts["ranks"], options.warm_up, keys))
+                results.of_others.append(turns[name][-1]["code"])
                 bar.update()
             results.records.clear()  # those of fewer rounds
             results.add(

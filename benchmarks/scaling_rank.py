@@ -12,6 +12,7 @@ from configs import Config, machine
 from data import Batches
 from measure.clock import StepClock
 from measure.schedule import no_garbage_collection
+from measure.sources import code
 from training.build import build
 from training.command import use_one_thread
 from training.distributed import World, join
@@ -21,7 +22,7 @@ from training.step import TrainingStep
 
 
 def step_times(cfg: Config, warm_up: int, world: World) -> dict[str, Any]:
-    """Milliseconds of each step after the first `warm_up`, and the peak GiB of any rank (None except on CUDA).
+    """Milliseconds of each step after the first `warm_up`, the peak GiB of any rank (None except on CUDA), and its code.
 
     A step is train.py's, without a CUDA graph. The times are this rank's: ranks wait for one
     another in every step, so they are the slowest's.
@@ -43,7 +44,7 @@ def step_times(cfg: Config, warm_up: int, world: World) -> dict[str, Any]:
     with no_garbage_collection():
         times = [round(ms, 4) for ms in clock.times(training_step, range(cfg.train.steps))]
     peak = None if clock.peak_gb is None else world.max(round(clock.peak_gb * 2**30)) / 2**30
-    return {"steps_ms": times, "peak_gb": peak}
+    return {"steps_ms": times, "peak_gb": peak, "code": code()}
 
 
 def _tokens(vocab_size: int, context: int, batch_size: int, seed: int) -> np.ndarray:
@@ -58,7 +59,7 @@ def main(answer: str, warm_up: str, *keys: str) -> None:
     """answer: where the first rank writes what it found."""
     world = join()
     use_one_thread()
-    found = step_times(configs.compose_only(keys), int(warm_up), world)
+    found = step_times(configs.compose_only(keys, Config), int(warm_up), world)
     if world.leads:
         Path(answer).write_text(json.dumps(found))
     world.leave(0)

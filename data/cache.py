@@ -3,7 +3,7 @@
 CACHE/NAME-KEY/              SHA256SUMS of its other files, which are compared whenever the folder is opened
 CACHE/.KEY-USER.building/    the folder while it is built
 CACHE/.KEY-USER.lock         held meanwhile
-CACHE/.sums/                 what large files of text were when they were hashed, by their paths
+CACHE/.sums/                 hashes of large files of text, by what the files were when they were hashed
 
 Users may share a cache: nobody waits for a lock of another user. If two build the same folder at once, the first one's stays.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
+from tempfile import TemporaryFile
 from typing import Any
 
 from filelock import AcquireReturnProxy, BaseFileLock, FileLock, Timeout
@@ -25,6 +25,7 @@ from filelock import AcquireReturnProxy, BaseFileLock, FileLock, Timeout
 from configs import machine
 from measure.progress import progress
 
+VERSION = 3  # of the folders; another number makes all anew
 SUMS = "SHA256SUMS"
 SAMPLES, SAMPLE = 64, 2**14  # of a large file of text: how many, and their bytes
 LARGE = 2**28  # bytes; to read larger files of the cache at every start would make it slow
@@ -40,7 +41,7 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
         ValueError: nothing can be kept in cache_dir, or a file of the folder is not as it was written.
     """
     cache = machine.expanded(cache_dir)
-    key = sha256(json.dumps(settings | {"sums": True}, sort_keys=True).encode()).hexdigest()[:16]
+    key = sha256(json.dumps(settings | {"version": VERSION}, sort_keys=True).encode()).hexdigest()[:16]
     safe = re.sub(r"[^\w.-]", "_", name).lstrip(".") or "corpus"
     folder, building = cache / f"{safe}-{key}", cache / f".{key}-{os.getuid()}.building"
     try:
@@ -111,25 +112,23 @@ def known_checksums(paths: Sequence[Path], cache: Path) -> list[str]:
 
 
 def _known_checksum(path: Path, cache: Path, advance: Callable[[int], object]) -> str:
-    status, samples = path.stat(), sha256()
+    status = path.stat()
     if status.st_size <= SAMPLES * SAMPLE:
         return checksum(path, advance)
+    now = sha256(repr((path.absolute(), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)).encode())
     with path.open("rb") as file:
         for at in range(SAMPLES):
             file.seek((status.st_size - SAMPLE) * at // (SAMPLES - 1))
-            samples.update(file.read(SAMPLE))
-    now = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino} {samples.hexdigest()}\n"
-    known = cache / ".sums" / sha256(os.fsencode(path.absolute())).hexdigest()[:32]
-    with suppress(OSError, ValueError):
-        if (before := known.read_text(encoding="utf-8")).startswith(now):
+            now.update(file.read(SAMPLE))
+    known = cache / ".sums" / now.hexdigest()
+    with suppress(OSError):
+        if len(digest := known.read_text()) == 64:  # else it is being written, or its writer was killed
             advance(status.st_size)
-            return before.removeprefix(now)
+            return digest
     digest = checksum(path, advance)
     with suppress(OSError):  # a cache that can't be written
         known.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=known.parent, delete=False) as note:
-            note.write(now + digest)
-        Path(note.name).replace(known)
+        known.write_text(digest)
     return digest
 
 

@@ -19,7 +19,6 @@ from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data.cache import cached_folder
 from data.documents import Documents, find_documents
 from data.pieces import in_pieces
-from data.rows import CSV
 from data.split import TRAIN, Piece, split_documents
 from data.tokenizer import Tokenizer, char_tokenizer, pretrained_file, pretrained_tokenizer, train_bpe
 from data.tokens import in_threads, write_tokens
@@ -68,12 +67,10 @@ def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -
     """
     documents = find_documents(data)
     settings = _settings(data, tokenizer, documents)
-    # Older versions left out what no column of a row took, and counted three bytes of "▁" as one.
-    again = tokenizer.kind == TokenizerKind.char or any(Path(name).suffix.lower() in CSV for name in data.files)
     folder = cached_folder(
         data.cache_dir,
         data.called,
-        settings | ({"again": True} if again else {}),
+        settings,
         build=lambda folder: _build(folder, data, tokenizer, documents, settings),
     )
     corpus = _open(folder, data.called)

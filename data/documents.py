@@ -20,7 +20,7 @@ from configs.schema import DataConfig, Source
 from data.cache import known_checksums
 from data.hub import go_offline_without_network
 from data.pieces import Blocks, Read
-from data.rows import CSV, ROWS, as_text, csv_rows, read_documents
+from data.rows import CSV, ROWS, as_text, read_documents
 
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
 
@@ -124,7 +124,7 @@ def _hub(data: DataConfig) -> Documents:
         for path in paths:
             if path.suffix.lower() in CSV:  # pandas takes a field too much in each row for an index of the rows
                 with named("data.path", path):
-                    deque(csv_rows(path, None), maxlen=0)
+                    deque(read_documents(path, data.text_field), maxlen=0)
         with _reading(data):
             splits = _load_splits(data, folder if local else None, scratch)
         val = None if data.val_split is None else _documents(data, splits, "val_split", begins)

@@ -10,7 +10,8 @@ PIECE = 16_384  # characters; long enough to make calls into an encoder cheap, s
 ENDLESS = 64 * PIECE  # a word of a language ends before
 # A seam is the place before a space between words, or after a line end between words. `data.encoder` knows the ways to
 # split text that split there, so that the pieces of a text have the tokens of the whole.
-_SEAM = re.compile(r"\S(?= \S)|\S\n(?=[^\s/])")
+_SEAM = r"(?:\S(?= \S)|\S\n(?=[^\s/]))"
+_NEXT, _LAST = re.compile(_SEAM), re.compile(f"(?s:.*){_SEAM}")
 
 
 def in_pieces(blocks: Blocks, most: int | None = None, size: int = PIECE, endless: int = ENDLESS) -> Iterator[tuple[str, bool]]:
@@ -33,10 +34,7 @@ def _end(text: str, begin: int, size: int, endless: int, whole: bool) -> int:
     last = begin + size
     if len(text) <= last:
         return len(text) if whole and len(text) > begin else 0
-    for first in (max(last - 512, begin + size // 2), begin):  # near the end there nearly always is one
-        if seams := [match.end() for match in _SEAM.finditer(text, first, last + 1)]:
-            return seams[-1]
-    if match := _SEAM.search(text, last - 1, begin + endless + 1):
+    if match := _LAST.match(text, begin, last + 1) or _NEXT.search(text, last - 1, begin + endless + 1):
         return match.end()
     if len(text) > begin + endless:
         return begin + endless

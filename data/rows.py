@@ -80,15 +80,15 @@ def json_rows(path: Path, field: str) -> Rows:
         yield f"line {number}", row[field]
 
 
-def csv_rows(path: Path, field: str | None) -> Rows:
-    """Rows below a header, quoted as `csv.writer` and pandas quote. With field=None they are only checked."""
+def csv_rows(path: Path, field: str) -> Rows:
+    """Rows below a header, quoted as `csv.writer` and pandas quote."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     reader = csv.reader(read_text(path, lines=True), delimiter=delimiter, strict=True)
     rows = filter(None, reader)  # a blank line is no row
     try:
         if not (columns := next(rows, [])):
             raise ValueError("it is empty, and has no header that names the columns")
-        at = 0 if field is None else _column(field, columns)
+        at = _column(field, columns)
         for fields in rows:
             if len(fields) != len(columns):
                 raise csv.Error(

@@ -39,10 +39,12 @@ def split_documents(
       by the same hash.
     """
     fraction, most = data.val_fraction, data.max_documents
+    trained = np.zeros(0, np.int64)  # bytes of each document of `train` to train on; of those behind them ALL
 
-    def both() -> Iterable[Piece]:
-        assert val is not None
-        return chain(_cut(in_pieces(train(), most), repeat(ALL)), _cut(in_pieces(val(), most), repeat(0)))
+    def read() -> Iterator[Piece]:
+        yield from _cut(in_pieces(train(), most), chain(map(int, trained), repeat(ALL)))
+        if val is not None:
+            yield from _cut(in_pieces(val(), most), repeat(0))
 
     def stream() -> Iterator[Piece]:
         for document in islice(train(), most):  # a row, with its end
@@ -50,17 +52,16 @@ def split_documents(
             yield from _cut(in_pieces([document]), repeat(0 if hashed < fraction * 2**64 else ALL))
 
     if data.streaming:
-        return Labelled(stream if val is None else both)
+        return Labelled(stream if val is None else read)
     hashes, sizes = _described(shown(in_pieces(train(), most)))
     total = int(sizes.sum())
     if val is not None:
-        return Labelled(both, total + int(_described(shown(in_pieces(val(), most)))[1].sum()), total)
+        return Labelled(read, total + int(_described(shown(in_pieces(val(), most)))[1].sum()), total)
     if len(np.unique(hashes)) > 1:
         trained = np.where(hold_out(hashes, sizes, fraction), 0, sizes)
     else:  # all are as long as the first
         trained = np.minimum((sizes * (1 - fraction)).astype(np.int64), sizes - 1)
-    ends = lambda: chain(map(int, trained), repeat(ALL))  # noqa: E731  (a file may grow)
-    return Labelled(lambda: _cut(in_pieces(train(), most), ends()), total, int(trained.sum()))
+    return Labelled(read, total, int(trained.sum()))
 
 
 def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:

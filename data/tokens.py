@@ -1,6 +1,6 @@
 """Files of token ids. They are written while the text is tokenised, so that a corpus may be larger than memory."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from multiprocessing.pool import AsyncResult, ThreadPool
@@ -23,12 +23,12 @@ MOST_THREADS = 32  # one thread reads for all of them
 BATCH = 2**18  # characters tokenised by one thread at a time: `tokenizers` takes 100 bytes of memory for each
 
 
-def write_tokens(folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, dict[str, int]]:
+def write_tokens(folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> dict[str, Counter[str]]:
     """Writes train.bin and val.bin: each document's tokens and a separator. Returns the counts of each split.
 
     bytes are those of the text that the tokens stand for; lost are bytes of text that the tokenizer has no token for.
     """
-    counts = {split: dict.fromkeys(("tokens", "bytes", "lost", "documents"), 0) for split in SPLITS}
+    counts = {split: Counter[str]() for split in SPLITS}
     separator, bytes_of = np.array(tokenizer.separator, np.int64), tokenizer.bytes_of
     tokenizer.encode_batch([])  # makes what all threads share
 
@@ -50,8 +50,7 @@ def write_tokens(folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, dt
         batches = _batches(pieces if tokenizer.takes_pieces else _whole(pieces))
         for split, ids, more in in_threads(encoded, batches, min(cpus(), MOST_THREADS)):
             files[split].write(ids)
-            for name, count in more.items():
-                counts[SPLITS[split]][name] += count
+            counts[SPLITS[split]].update(more)
     return counts
 
 

@@ -8,7 +8,7 @@ names its kernels after the operators in them; there the name decides.
     GEMM       matrix products, forward and backward; not the casts of their weights, nor the sums that are bias gradients
     attention  scaled_dot_product_attention, forward and backward; not its projections or copies around it
     norm       norm sites: dropout, drop path, residual add, norm and their casts; also the norms and the rotary positions of
-               queries and keys
+               queries and keys, but not the split of a projection that has neither
     loss       log-softmax and likelihood, with the casts around them; the head's product is a GEMM
     optimizer  update, clipping, loss scaling
     other      embeddings, activations, copies to the GPU, and casts
@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
 NORM_SITE = "prenorm norm site"  # the range around a site's forward
+QUERY_KEY_SITE = "prenorm query and key site"  # stands around what torch.compile makes of a model that has such
 LOSS_SITE = "prenorm loss"  # around PyTorch's loss where it runs eager
 
 
@@ -65,6 +66,7 @@ def profile_step(
     step: Callable[[], object],
     device: torch.device,
     marks: AbstractContextManager[object] | None,
+    within: str,
     *,
     steps: int = 3,
     warmup: int = 2,
@@ -75,6 +77,8 @@ def profile_step(
         step: one training step.
         marks: ranges NORM_SITE around the norm sites of the model, and LOSS_SITE around its loss. None where the step runs
             compiled: there, marks would make torch.compile start anew, and vanish in its kernels.
+        within: the range around what torch.compile has made: NORM_SITE of a model that runs eager, QUERY_KEY_SITE of a compiled
+            one that norms or turns queries and keys, or "".
         steps: profiled steps; results are their mean.
         warmup: steps before them, unmarked.
     """
@@ -86,12 +90,12 @@ def profile_step(
             step()
         torch.cuda.synchronize(device)
     launches = gpu_launches(list(profiler.events() or ()))
-    return summed(launches if marks is None else map(with_compiled_site, launches), steps)
+    return summed((with_mark(launch, within) for launch in launches), steps)
 
 
-def with_compiled_site(launch: Launch) -> Launch:
-    """Of a model that runs eager, torch.compile makes kernels for norm sites and the loss alone. They count as marked."""
-    return launch._replace(within=(*launch.within, NORM_SITE)) if launch.name.startswith("triton_") else launch
+def with_mark(launch: Launch, within: str) -> Launch:
+    """What torch.compile has made, within this: of a model that runs eager it makes norm sites and the loss alone."""
+    return launch._replace(within=(*launch.within, within)) if within and launch.name.startswith("triton_") else launch
 
 
 def summed(launches: Iterable[Launch], steps: int) -> list[Kernel]:
@@ -135,7 +139,7 @@ RULES = (
     # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
     ("loss", r"^kernel triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
-    # Sites that are compiled alone; see `with_compiled_site`.
+    # Sites that are compiled alone; see `with_mark`.
     ("norm", rf"^kernel triton_.*\n(within .*\n)*within {NORM_SITE}$"),
     # A bias gradient: the sum, over rows, of what a dropout's backward gives, made anew for it. It takes as long as the plain
     # triton_red_fused_sum_view_ that stands in its place with fused norms.
@@ -145,8 +149,8 @@ RULES = (
     # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.
     ("norm", r"^kernel triton_poi_fused__to_copy_view_\d+$"),
     # The turn of queries and keys joins two halves, and its backward the gradients of queries, keys and values. So does that of
-    # a gated MLP, with its activation in the name.
-    ("norm", r"^kernel triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_"),
+    # a gated MLP, with its activation in the name. Where nothing is turned or normed, the split of the projection joins them.
+    ("norm", rf"^kernel triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_.*\n(within .*\n)*within {QUERY_KEY_SITE}$"),
     ("other", r"^kernel triton_(?!tem_|mm)"),
     # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
     # programs' partial sums of the latter up by an operator; it calls sum for nothing else.

@@ -15,6 +15,9 @@ import torch
 from measure.sources import ROOT
 
 PACKAGES = ("prenorm", "torch", "triton", "numpy", "datasets", "tokenizers", "wandb")
+LIBRARIES = {  # that norms, losses and models are compared with: their modules
+    "flash-attn": "flash_attn", "liger-kernel": "liger_kernel", "quack-kernels": "quack", "transformers": "transformers",
+}  # fmt: skip
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -26,13 +29,15 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": cpus(),
         "threads": torch.get_num_threads(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in PACKAGES} | libraries(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "gpu": None,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
+        if torch.distributed.is_nccl_available():
+            facts["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts["gpu"] = {
             "name": properties.name,
             "memory_gb": round(properties.total_memory / 2**30, 1),
@@ -40,6 +45,12 @@ def environment(device: torch.device) -> dict[str, Any]:
             "driver": _driver(),
         }
     return facts
+
+
+def libraries() -> dict[str, str]:
+    """The versions of the LIBRARIES that this process has imported; one that was copied, not installed, may still have one."""
+    there = {name: sys.modules[module] for name, module in LIBRARIES.items() if module in sys.modules}
+    return {name: _version(name) or str(getattr(module, "__version__", "unknown")) for name, module in there.items()}
 
 
 def cpus() -> int:

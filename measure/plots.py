@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home it use
 from matplotlib import font_manager, pyplot, ticker  # noqa: E402
 
 from measure.files import as_storage_errors, replacing  # noqa: E402
+from measure.statistics import Interval  # noqa: E402
 
 __all__ = ["pyplot", "ticker"]  # beside what is defined here
 
@@ -87,6 +88,50 @@ class _Logarithmic(ticker.LogLocator):
             return ticker.MaxNLocator(4).tick_values(vmin, vmax)
         first, last = math.floor(math.log10(vmin)), math.ceil(math.log10(vmax))
         return [10.0**power for power in range(first, last + 1, (last - first) // 5 + 1)]
+
+
+def rows(groups: Sequence[tuple[str, Sequence[str]]], panels: int = 1) -> tuple[Any, list[Any], list[float]]:
+    """A figure with a named row for each member of each group, beneath the group's title if it has one.
+
+    Returns:
+        The figure, its panels side by side, and the heights of the rows.
+    """
+    heights, titles, y = list[float](), dict[float, str](), 0.0
+    for title, members in groups:
+        if title:
+            titles[y] = title
+            y += 1
+        heights += [y + at for at in range(len(members))]
+        y += len(members) + 0.3
+    figure, (grid,) = pyplot.subplots(1, panels, figsize=(8.4, 1.2 + 0.21 * y), sharey=True, squeeze=False)
+    grid[0].set_yticks(heights, [NAMES.get(member, member) for _, members in groups for member in members])
+    grid[0].set_ylim(y - 0.6, -0.6)
+    for height, title in titles.items():
+        grid[0].text(0.005, height, title, transform=grid[0].get_yaxis_transform(), va="center", fontsize=8, fontweight="bold")
+    for axes in grid:
+        bare(axes, "x")
+    return figure, list(grid), heights
+
+
+def dot(axes: Any, y: float, found: Interval, colour: Any = INK, filled: bool = True) -> None:
+    """A value with its interval, as far as the axis goes. A value beyond it is an arrowhead at its edge."""
+    left, right = axes.get_xlim()
+    if not left <= found.median <= right:
+        axes.plot(min(max(found.median, left), right), y, ">" if found.median > right else "<", color=colour, clip_on=False)
+        return
+    whiskers = [[found.median - max(found.low, left)], [min(found.high, right) - found.median]]
+    style = {"fmt": "o", "markersize": 5, "capsize": 2.5, "markerfacecolor": colour if filled else "white"}
+    axes.errorbar(found.median, y, xerr=whiskers, color=colour, **style)
+
+
+def band(axes: Any, low: float, high: float, bottom: float, top: float) -> None:
+    """What no difference looks like, behind the rows between two heights."""
+    axes.fill_betweenx([bottom - 0.5, top + 0.5], low, high, color=GREY, alpha=0.2, linewidth=0)
+
+
+def beside(axes: Any, y: float, words: str) -> None:
+    """Words right of the panel, in the row."""
+    axes.text(1.03, y, words, transform=axes.get_yaxis_transform(), va="center", fontsize=7.5, color=INK)
 
 
 def legend_below(figure: Any, entries: Mapping[str, Any]) -> None:

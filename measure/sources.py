@@ -1,85 +1,160 @@
-"""Which code a record describes: a fingerprint of the sources that what was measured is made of.
+"""Which code a process ran, and what of it has changed since: what makes a record old.
 
-A record is old once these sources differ, and not before: comments, docstrings and blank lines don't count, nor does other
-code. Records of kernels depend on the files of these kernels and of their tiles, those of the host's time and of memory also on
-what a call of a norm runs through, those of a training step on all kernels, the model and the step.
+A module counts by its syntax tree, so comments, docstrings and layout don't; all modules of the project count that the process
+had imported, but for those that say what was measured (PRESENTING). A Triton kernel counts by its PTX.
 """
 
 import ast
 import hashlib
-import io
-import tokenize
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parent.parent
+PRESENTING = ("plots", "report", "tables", "tracking")  # names of modules that measure nothing
+STEP = ("data", "model", "ops", "training")  # folders that a training step is made of
+Code = dict[str, Any]
 
 
-def _ops(*names: str) -> tuple[str, ...]:
-    return tuple(f"ops/{name}.py" for name in names)
+def code() -> Code:
+    """What this process has run so far: the hashes of its modules by path, those of its kernels by name, one for each variant,
+    and whether backward runs in the caller's thread."""
+    paths = [path for path, _ in _modules() if Path(path).stem not in PRESENTING]
+    return {
+        "modules": {path: _as_first_seen(path) for path in sorted(paths)},
+        "kernels": _kernels(),
+        "backward": "several threads" if torch._C._is_multithreading_enabled() else "one thread",
+    }
 
 
-NORMS = _ops(
-    "kernels/backward", "kernels/constants", "kernels/dropout", "kernels/exchange", "kernels/forward", "kernels/norms",
-    "kernels/nvidia", "kernels/rows", "kernels/weight_gradients", "tiling",
-)  # fmt: skip
-ROTARY = _ops("kernels/constants", "kernels/norms", "kernels/nvidia", "kernels/rotary", "kernels/rows", "rotary")
-LOSSES = _ops(
-    "kernels/constants", "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "loss", "softmax",
-)  # fmt: skip
-ACTIVATION = _ops("activation", "kernels/activation", "kernels/constants", "kernels/nvidia", "kernels/rows")
-CALLS = _ops("checks", "kit", "norm", "philox", "records", "reference", "torch_state")
-STEP = (
-    "ops/kernels", "ops/tiling.py", "model", "training/build.py", "training/inputs.py", "training/optimizer.py",
-    "training/precision.py", "training/step.py",
-)  # fmt: skip
-SOURCES: Mapping[str, tuple[str, ...]] = {
-    "norms": NORMS,
-    "rotary": ROTARY,
-    "losses": LOSSES,
-    "activation": ACTIVATION,
-    "calls": (*NORMS, *CALLS),
-    "step": STEP,
-    "study": ("measure/differences.py", "study/analysis.py", "study/plan.py", "study/runs.py"),
-    "ranks": (*STEP, "training/distributed.py", "training/sharding.py"),
-}
-OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
-    "rotary": "rotary", "losses": "losses", "activation": "activation",
-    "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
-    "study_errors": "study",
-}  # fmt: skip
+def together(codes: Sequence[Code]) -> Code:
+    """What several processes ran."""
+    kernels: dict[str, set[str]] = {}
+    for one in codes:
+        for name, hashes in one["kernels"].items():
+            kernels.setdefault(name, set()).update(hashes)
+    modules = {path: of for one in codes for path, of in one["modules"].items()}
+    backward = " and ".join(sorted({one["backward"] for one in codes}))
+    return {"modules": modules, "kernels": {name: sorted(of) for name, of in kernels.items()}, "backward": backward}
 
 
-def fingerprints() -> dict[str, str]:
-    """By what depends on it, the fingerprint of the code that runs."""
-    return {what: _fingerprint(paths) for what, paths in SOURCES.items()}
+def changes(record: Mapping[str, Any], versions: Mapping[str, str], are: str) -> list[str]:
+    """What makes a record with `code` and `environment` old, a clause each; nothing where it is not.
+
+    Args:
+        versions: of packages, that it should have.
+        are: what these versions are, for a message: "pinned", "installed".
+    """
+    if not record.get("code"):
+        return ["it does not say which code was measured"]
+    modules, measured = record["code"]["modules"], record["environment"]["versions"]
+    changed = [path for path, of in modules.items() if not (ROOT / path).is_file() or _hash_of(ROOT / path) != of]
+    said = [f"{_listed(changed)} {'has' if len(changed) == 1 else 'have'} changed"] if changed else []
+    differ = [name for name, of in versions.items() if measured.get(name, of).partition("+")[0] != of.partition("+")[0]]
+    return said + [f"{name} {measured[name]} was measured, {versions[name]} is {are}" for name in differ]
 
 
-def _fingerprint(paths: tuple[str, ...]) -> str:
-    """Of files, and of all files of a folder."""
-    files = {}
-    for path in paths:
-        for file in [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"):
-            if file.is_file():
-                files[file.relative_to(ROOT).as_posix()] = file.read_text(encoding="utf-8")
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{name}\n{stripped(files[name])}\n".encode())
-    return digest.hexdigest()[:16]
+def folders_hash(*folders: str) -> str:
+    """Of all modules of these folders, imported or not: processes whose measurements belong together have the same."""
+    files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return _short("".join(f"{path.relative_to(ROOT).as_posix()} {_hash_of(path)}\n" for path in files))
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    """a, b and c; a, b, c, d and 3 others"""
+    named = [*names[:most], *([f"{len(names) - most} other{'s' * (len(names) > most + 1)}"] if len(names) > most else [])]
+    return " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
+
+
+def _modules() -> Iterator[tuple[str, Any]]:
+    """The project's modules that this process has imported, by path."""
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and Path(file).is_relative_to(ROOT):
+            parts = Path(file).relative_to(ROOT).parts
+            if parts[0] != "tests" and not any(part.startswith(".") or part == "site-packages" for part in parts):
+                yield "/".join(parts), module
+
+
+# ---- modules -----------------------------------------------------------------------------------------------------------------
 
 
 @cache
-def stripped(source: str) -> str:
-    """The lines of code, without comments, docstrings and blank lines."""
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
-            text = node.body[0]
-            for number in range(text.lineno - 1, text.end_lineno or text.lineno):
-                lines[number] = ""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+def _as_first_seen(path: str) -> str:
+    """Of a module that is loaded: its file may change while the process runs."""
+    return _hash_of(ROOT / path)
+
+
+def _hash_of(path: Path) -> str:
+    return tree_hash(path.read_text(encoding="utf-8"))
+
+
+@cache
+def tree_hash(source: str) -> str:
+    """Of the syntax tree, without comments, docstrings and places; the same in every version of Python."""
+    return _short(repr(_plain(ast.parse(source))))
+
+
+def _plain(node: Any) -> Any:
+    """A tree as tuples, without what is empty, as fields are that a newer Python has added."""
+    if isinstance(node, list):
+        return tuple(_plain(one) for one in node if not _is_text(one))
+    if isinstance(node, ast.JoinedStr):
+        return ("JoinedStr", *_parts(node.values))
+    if isinstance(node, ast.AST):
+        fields = ((name, _plain(value)) for name, value in ast.iter_fields(node))
+        return (type(node).__name__, *(field for field in fields if field[1] not in (None, ())))
+    return node
+
+
+def _is_text(node: Any) -> bool:
+    """A docstring, or another statement that is a string."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _parts(values: Iterable[ast.expr]) -> list[Any]:
+    """Of an f-string, its texts joined: Python's versions cut them in other places."""
+    found: list[Any] = []
+    for value in values:
+        part = value.value if isinstance(value, ast.Constant) else _plain(value)
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += part
+        elif part != "":
+            found.append(part)
+    return found
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------------------
+
+
+def _kernels() -> dict[str, list[str]]:
+    """Of each of the project's kernels that ran here, the hashes of its variants. Triton keeps what it compiled or loaded with
+    the function; in its interpreter there is nothing."""
+    found: dict[str, set[str]] = {}
+    kind: Any = getattr(sys.modules.get("triton"), "JITFunction", ())
+    for _, module in _modules():
+        for function in (value for value in vars(module).values() if isinstance(value, kind)):
+            caches = [cache[0] for cache in getattr(function, "device_caches", {}).values()]
+            hashes = {ptx_hash(of.asm["ptx"]) for cache in caches for of in cache.values() if "ptx" in getattr(of, "asm", ())}
+            if hashes:
+                found.setdefault(function.__name__, set()).update(hashes)
+    return {name: sorted(hashes) for name, hashes in sorted(found.items())}
+
+
+@cache
+def ptx_hash(ptx: str) -> str:
+    """Of the instructions, without the kernel's name, comments and where in the source they come from."""
+    code = ptx.partition(".section")[0]
+    name = re.search(r"\.entry\s+(\w+)", code)
+    lines = re.sub(r"//.*", "", code.replace(name[1], "kernel") if name else code).splitlines()
+    left = [line.strip() for line in lines if line.strip() and not re.match(r"\s*(\.loc|\.file|\$L__tmp)", line)]
+    return _short("\n".join(left))
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -136,8 +136,8 @@ def with_cost(found: Found, name: str, sample: Sample) -> Sample:
     the parabola in log rate through it and its two neighbours.
 
     Its error counts: one neighbour is taken lower and the other higher by a one-sided 95 % limit, from the spread of the
-    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beside a rate at which most runs
-    fail no parabola goes on, and the cost is at most the limit of the rise on the other side. Infinite if the best rate has
+    sample; a neighbour that may be lower than the best rate by this limit is a better rate. Beside a rate at which no run
+    trains no parabola goes on, and the cost is at most the limit of the rise on the other side. Infinite if the best rate has
     no neighbour on one side.
     """
     rates, best = found.rates(name), found.best_rate(name)

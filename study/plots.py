@@ -2,14 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
-from measure.plots import GREY, INK, bare, finish, legend_below, look, pyplot, ticker
+from measure.plots import GREY, INK, band, bare, beside, dot, finish, legend_below, look, pyplot, rows
+from measure.tables import interval_text
 from study.analysis import Report
 from study.arms import Study
 from study.runs import FRESH, SEARCH, Found
 
-FAILED, LINEAR = "#b91c1c", 0.05  # nats
 STREAM = ("rms", "most")
 PROBED = {"rms": "RMS of the stream", "most": "max |r|", "logit": "largest attention logit", "saturated": "saturated share"}
 
@@ -17,39 +16,33 @@ PROBED = {"rms": "RMS of the stream", "most": "max |r|", "logit": "largest atten
 def differences(made: Report, path: Path, footer: str) -> None:
     """Arms as rows: the difference from the baseline with its interval, over the band of A/A. Filled: it is called one."""
     others = [arm for arm in made.arms if arm.against is not None]
-    figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.34 * len(others)))
-    if made.again and made.again.loss:
-        axes.axvspan(made.again.loss.low, made.again.loss.high, color=GREY, alpha=0.18, linewidth=0, label="A/A, 95 %")
+    failed = {arm.name: f", {arm.sample.failed} of {arm.sample.runs} failed" if arm.sample.failed else "" for arm in others}
+    figure, (axes,), heights = rows([("", [name + said for name, said in failed.items()])])
+    losses = [arm.against.loss if arm.against else None for arm in others]
+    again = made.again.loss if made.again else None
+    ends = [0.0, *(end for of in (*losses, again) if of for end in (of.low, of.median, of.high) if math.isfinite(end))]
+    room = 0.05 * (max(ends) - min(ends)) or 0.01
+    axes.set_xlim(min(ends) - room, max(ends) + room)
     axes.axvline(0, color=GREY, linewidth=1)
-    for row, arm in enumerate(others):
-        of = arm.against
-        if of is not None and of.loss is not None:
-            ends = [end if math.isfinite(end) else of.loss.median for end in (of.loss.low, of.loss.high)]
-            whiskers = [[of.loss.median - ends[0]], [ends[1] - of.loss.median]]
-            filled = INK if of.verdict else "white"
-            style: dict[str, Any] = {"fmt": "o", "color": INK, "markerfacecolor": filled, "capsize": 3, "markersize": 5}
-            axes.errorbar(of.loss.median, row, xerr=whiskers, **style)
-        if arm.sample.failed:
-            axes.annotate(f"× {arm.sample.failed} of {arm.sample.runs} failed", (1.0, row), xycoords=axes.get_yaxis_transform(),
-                          ha="right", va="bottom", fontsize=7, color=FAILED)  # fmt: skip
-    axes.set_yticks(range(len(others)), [arm.name for arm in others])
-    axes.set_ylim(len(others) - 0.5, -0.5)
-    axes.set_xscale("symlog", linthresh=LINEAR)
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-    said = f"loss − that of {made.baseline}, nats per token, 95 %; linear to {LINEAR}. Filled: different. Grey: A/A"
-    axes.set_xlabel(said, fontsize=8)
-    bare(axes, "x")
+    if again and heights:
+        band(axes, again.low, again.high, heights[0], heights[-1])
+    for y, arm, loss in zip(heights, others, losses, strict=True):
+        if loss:
+            dot(axes, y, loss, filled=bool(arm.against and arm.against.verdict))
+            beside(axes, y, interval_text(loss).replace("inf", "∞"))
+    said = f"last validation loss minus that of {made.baseline}, nats per token, 95 %"
+    axes.set_xlabel(f"{said}\n(filled: different; grey: {made.baseline} with other seeds)", fontsize=8)
     finish(figure, "Each arm at its best rate, against the baseline", footer, path)
 
 
 def rates(study: Study, found: Found, made: Report, path: Path, footer: str) -> None:
-    """The last validation loss of every run that chose a rate, and a line through the medians over seeds. A run that failed is
-    a cross at the top, and no point of the line."""
+    """The last validation loss of every run that chose a rate, and a line through the medians over seeds; at the best rate a
+    bar from the lowest to the highest of the fresh seeds. A run that failed is a cross at the top, and no point of the line."""
     figure, axes = pyplot.subplots(figsize=(8, 4.6))
     ended = {arm.name: found.of(arm.name, SEARCH) or found.of(arm.name, FRESH) for arm in made.arms}
     losses = [run.last for of in ended.values() for run in of if not found.failed(run)]
     top = min(max(losses, default=1.0), min(losses, default=0.0) + study.cfg.compare.diverged)
-    entries = {}
+    entries, said = {}, ["Loss against learning rate"]
     for number, arm in enumerate(made.arms):
         style, moved = look(number), 1.03 ** (number - len(made.arms) / 2)
         failed = [run.rate * moved for run in ended[arm.name] if found.failed(run)]
@@ -59,11 +52,21 @@ def rates(study: Study, found: Found, made: Report, path: Path, footer: str) -> 
         axes.plot([run.rate * moved for run in trained], shown, **style | {"linestyle": "none", "alpha": 0.6})
         medians = {rate: min(loss, top) for rate, loss in found.rates(arm.name).items() if math.isfinite(loss)}
         [entries[arm.name]] = axes.plot([rate * moved for rate in medians], list(medians.values()), **style | {"markersize": 6})
+        if len(fresh := found.sample(found.of(arm.name, FRESH, rate=arm.rate)).losses) > 1:
+            axes.vlines(arm.rate * moved, min(*fresh, top), min(max(fresh), top), color=style["color"], linewidth=4, alpha=0.4)
+            said[1:] = ["bars: seeds at the best rate"]
+    if any(found.failed(run) for of in ended.values() for run in of):
+        said.append("×: the run failed")
+    if max(losses, default=0.0) > top:
+        said.append(f"losses above {top:.2f} are drawn there")
     axes.set(xscale="log", xlabel="learning rate", ylabel="last validation loss, nats per token")
-    axes.set_xticks(study.rates, [f"{rate:g}" for rate in study.rates])
+    tried = [run.rate for of in ended.values() for run in of] or study.rates
+    ticks = [rate for rate in study.rates if min(tried) <= rate <= max(tried)]
+    axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+    axes.set_xlim(0.85 * min(tried), 1.15 * max(tried))
     bare(axes)
     legend_below(figure, entries)
-    finish(figure, f"Loss against learning rate; ×: the run failed; losses above {top:.2f} are drawn there", footer, path)
+    finish(figure, "; ".join(said), footer, path)
 
 
 def depth(found: Found, made: Report, path: Path, footer: str) -> bool:

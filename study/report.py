@@ -11,6 +11,7 @@ from typing import Any
 from measure import tables
 from measure.differences import Difference, Sample
 from measure.files import json_text, replace_text
+from measure.sources import code
 from measure.statistics import Interval
 from measure.tables import NOTHING, interval_text, number
 from study import plots
@@ -21,11 +22,8 @@ from study.runs import RACE, SEARCH, Found
 Row = dict[str, str]  # cells by the heading of their column
 
 
-def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folder: Path, *more: str) -> None:
+def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folder: Path) -> None:
     """
-    Args:
-        more: sections of the report, in Markdown.
-
     Raises:
         StorageError: a file can't be written.
     """
@@ -39,7 +37,6 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         "Study",
         *(tables.wrapped(f"{name.capitalize()}: {text}") for name, text in study.words.items()),
         tables.wrapped(words(made)),
-        *more,
         pictures,
         tables.markdown(*table(made)),
         tables.section("Every pair", _markdown(_pairs(made)) if made.pairs else ""),
@@ -49,7 +46,8 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
     )
     replace_text(folder / "report.md", text)
     pairs = [{"arm": arm, "base": base, **asdict(of)} for (arm, base), of in made.pairs.items()]
-    data = {"report": asdict(made) | {"pairs": pairs}, "environment": facts, **asdict(found)}
+    told = {"command": facts.get("command"), "environment": facts, "code": code(), "table": table(made)}
+    data = {**told, "report": asdict(made) | {"pairs": pairs}, **asdict(found)}
     replace_text(folder / "report.json", json_text(data, indent=1) + "\n")
 
 

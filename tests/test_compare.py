@@ -41,6 +41,7 @@ def test_it_leaves_a_report_and_pictures(studied):
     stages = [run["stage"] for run in runs]
     assert [stages.count(of) for of in (RACE, FRESH, CONTROL)] == [2 * 3, 2 * 2, 2] and stages.count(SEARCH) >= 2 * 2
     assert found["results"] == runs
+    assert {"ops/norm.py", "study/engine.py", "training/step.py"} <= found["code"]["modules"].keys()
     ended = [run for run in runs if run["stage"] != RACE]
     assert all([seen["step"] for seen in run["probes"]] == [3, 6, 9, 12] for run in ended)
     assert all(run["made"].keys() >= {"torch", "triton", "card", "revision"} for run in runs)
@@ -67,8 +68,7 @@ def test_cut_at_random_places_it_ends_with_the_same_runs(studied, tiny, tmp_path
     study, path = study_of([*tiny, *SWEEP]), tmp_path / "runs.jsonl"
     corpus = load_corpus(study.cfg.data, study.cfg.tokenizer, context=study.cfg.model.context)
     lines, draw = (studied / "runs.jsonl").read_bytes(), random.Random(0)
-    facts = json.loads(lines.splitlines()[0])
-    facts.pop("sum")
+    facts = json.loads(lines.splitlines()[0])["facts"]
     for _ in range(3):
         path.write_bytes(lines[: draw.randrange(len(lines))])
         runs = Runs(study, precision(torch.float32), corpus, Store(path, facts))
@@ -96,11 +96,11 @@ def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied,
     assert compare.main([*command[2:], "optim.lr=1e-3"]) == 2
     assert "several rates=false, there true" in capsys.readouterr().err
     assert compare.main([*command[2:], "optim.beta2=0.9"]) == 2
-    assert "norm.kind=layernorm: the folder has runs of it with optim.beta2=0.9, there 0.99. " in capsys.readouterr().err
+    assert "runs.jsonl: norm.kind=layernorm is of something else: optim.beta2=0.9, there 0.99. " in capsys.readouterr().err
 
 
 def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "fingerprints", lambda: {"step": "other"})
+    monkeypatch.setattr(compare, "folders_hash", lambda *_: "other")
     assert compare.main([*tiny, *SWEEP, f"folder={studied}", "resume=auto"]) == 2
     assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err
 

@@ -11,7 +11,9 @@ FLOORS = (
     {"data", "model", "hydra_plugins"},
     {"training"},
     {"ablation", "study"},
-    {"benchmarks", "examples"},
+    {"benchmarks"},
+    {"adoption"},
+    {"examples"},
     {"train", "sample", "ablate", "compare"},
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}

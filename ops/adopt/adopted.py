@@ -28,17 +28,12 @@ class Adopted(nn.Module):
     _before: dict[str, list]  # the attributes that it got, each with the value that it had before if it had one
 
     @classmethod
-    def _ours(cls, how: Any, recognised: Any) -> Callable | None:
-        """The forward that runs in place of `recognised`, for kinds that don't write one themselves."""
-        return None
-
-    @classmethod
-    def _more(cls, own: type, how: Any) -> dict[str, Any]:
-        """What else a class of this kind has."""
+    def _made(cls, own: Any, how: Any, recognised: Any) -> dict[str, Any]:
+        """What a class of this kind has."""
         return {}
 
     def _give_back(self) -> None:
-        """What else is to be undone."""
+        """What is to be undone beside class and attributes."""
 
     def has_own_forward(self) -> bool:
         """Whether its class still has the forward that was recognised, which a tool may have replaced since."""
@@ -50,20 +45,23 @@ class Adopted(nn.Module):
 
 @cache
 def adopted_class(kind: Any, own: Any, how: Any, recognised: Any) -> Any:
-    more = kind._more(own, how)
-    if recognised is not None and (ours := kind._ours(how, recognised)):
-
-        @wraps(recognised)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (ours if own.forward is recognised else own.forward)(self, *args, **kwargs)
-
-        more["forward"] = forward
+    body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {"_kind": kind, "_own": own, "_how": how, "_recognised": staticmethod(recognised)}
+    body |= kind._made(own, how, recognised)
     also = how if isinstance(how, type) else own
     # The module's own methods go first, but a class can't stand before its own subclass.
     bases = (kind, also) if issubclass(also, own) else (kind, own, also)
-    body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")} | more
-    body |= {"_kind": kind, "_own": own, "_how": how, "_recognised": staticmethod(recognised)}
     return new_class(own.__name__, bases, {}, lambda space: space.update(body))
+
+
+def in_place_of(recognised: Any, own: Any, ours: Callable) -> Callable:
+    """A forward that runs ours as long as own has the forward that was recognised."""
+
+    @wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (ours if own.forward is recognised else own.forward)(self, *args, **kwargs)
+
+    return forward
 
 
 def _rebuild(kind: Any, own: Any, how: Any, has_own_forward: bool) -> Any:

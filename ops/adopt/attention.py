@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checks import KERNEL_DTYPES
 from ..rotary import rotary_qk_fn
-from .adopted import Adopted
+from .adopted import Adopted, in_place_of
 from .lazy import Lazy, autocasts, can_go_along, settled
 
 
@@ -41,12 +41,12 @@ class AdoptedAttention(Adopted):
     _how: Turn
 
     @classmethod
-    def _ours(cls, turn: Turn, recognised: Any) -> Callable:
-        return with_names(recognised, {turn.function: turning(turn, recognised.__globals__[turn.function])}, turn.norms)
-
-    @classmethod
-    def _more(cls, own: type, turn: Turn) -> dict[str, Any]:
-        return {_later(name): _leaving(name) for name in turn.norms}
+    def _made(cls, own: Any, turn: Turn, recognised: Any) -> dict[str, Any]:
+        if recognised is None:
+            return {}
+        functions = {turn.function: turning(turn, recognised.__globals__[turn.function])}
+        ours = with_names(recognised, functions, turn.norms)
+        return {"forward": in_place_of(recognised, own, ours)} | {_later(name): _leaving(name) for name in turn.norms}
 
 
 def with_names(forward: FunctionType, functions: dict[str, Any], norms: Sequence[str]) -> Any:

@@ -90,15 +90,15 @@ def part_of(block: nn.Module, path: str) -> Any:
 
 def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict) -> Any:
     """The block's own forward, in which its norms and sums are computed together."""
-    fused = block._fused
+    argument = block._plan.argument
     if args:
-        args = (_with_norm_ahead(block, fused, args[0]), *args[1:])
-    elif fused.plan.argument in kwargs:
-        kwargs = {**kwargs, fused.plan.argument: _with_norm_ahead(block, fused, kwargs[fused.plan.argument])}
+        args = (_with_norm_ahead(block, args[0]), *args[1:])
+    elif argument in kwargs:
+        kwargs = {**kwargs, argument: _with_norm_ahead(block, kwargs[argument])}
     if torch.compiler.is_compiling():
         return settled(own_forward(block, *args, **kwargs))
     mark, marked = (block, torch.is_grad_enabled()), []
-    for source in fused.sources:
+    for source in block._sources:
         part = part_of(block, source.role.path)
         # Otherwise another module is in its place.
         if part is not None and source.id in (part._forward_pre_hooks if source.role.takes else part._forward_hooks):
@@ -111,12 +111,12 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
             part.__dict__.pop(_CALLED_BY, None)
 
 
-def _with_norm_ahead(block: "AdoptedBlock", fused: "Fused", x: Any) -> Any:
+def _with_norm_ahead(block: "AdoptedBlock", x: Any) -> Any:
     """The stream that the block gets, with what its first norm will give."""
-    plan, dtype = fused.plan, getattr(x, "dtype", None)
+    plan, dtype = block._plan, getattr(x, "dtype", None)
     if not fits(x, plan.width):
         return x
-    if fused.residual_in_fp32:
+    if block._in_fp32:
         dtype, x = next(block.parameters(), x).dtype, x.float()
     norm: Any = part_of(block, plan.enters) if plan.enters else None
     gains = (torch.is_grad_enabled() and x.requires_grad) or dtype != x.dtype
@@ -127,22 +127,15 @@ def _with_norm_ahead(block: "AdoptedBlock", fused: "Fused", x: Any) -> Any:
     return look_ahead(norm, x, norm.out_dtype(dtype), {})
 
 
-@dataclass
-class Fused:
-    """How a block is fused."""
-
-    plan: Any  # a `trial.Trial`
-    residual_in_fp32: bool
-    sources: list[Source]
-
-
 class AdoptedBlock(Adopted):
     """A block of somebody's model whose sums are computed in the kernels of its norms."""
 
-    _fused: Fused
+    _plan: Any  # a `trial.Trial`
+    _sources: list[Source]
+    _in_fp32: bool  # the stream
 
     @classmethod
-    def _more(cls, own: Any, how: None) -> dict[str, Any]:
+    def _made(cls, own: Any, how: Any, recognised: Any) -> dict[str, Any]:
         @wraps(own.forward)
         def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
             return run(self, own.forward, args, kwargs)  # which a tool may have replaced since
@@ -159,7 +152,7 @@ class AdoptedBlock(Adopted):
 def fuse(block: Any, plan: Any, residual_in_fp32: bool = False) -> None:
     """Raises TypeError if Python can't give the block's class a subclass."""
     sources = [Source(block, role, plan.width) for role in plan.roles]
-    become(block, AdoptedBlock, _fused=Fused(plan, residual_in_fp32, sources))
+    become(block, AdoptedBlock, _plan=plan, _sources=sources, _in_fp32=residual_in_fp32)
     for source in sources:
         part: nn.Module = block.get_submodule(source.role.path)
         takes = source.role.takes

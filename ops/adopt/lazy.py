@@ -205,10 +205,6 @@ class Lazy:
         dtypes = [self.parts[name].dtype for name in ("branch_weight", "rowscale") if name in self.parts]
         return reduce(torch.promote_types, dtypes, self.x.dtype)
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        like = self.x if self.x.dtype == self.dtype else self.tensor()
-        return self if like.to(*args, **kwargs) is like else self.tensor().to(*args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, and neither has a tensor")
@@ -281,6 +277,8 @@ def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
     a, b = (_open(a), b) if isinstance(a, Lazy) else (_open(b), a)
     if isinstance(a, Lazy) and a.is_branch() and out is None:
         if isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
+            if b == 1:  # as a configuration's factors are that are off
+                return a
             return a.then(scale=a.parts.get("scale", 1.0) * b)
         if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
             if b.shape == a.shape[-1:] and not a.holds_weights():

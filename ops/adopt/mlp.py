@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..activation import Activation, gated_activation_fn
 from ..torch_state import has_hooks
-from .adopted import Adopted, Only, raised, replace, restore
+from .adopted import Adopted, Only, in_place_of, raised, replace, restore
 from .recognise import undisturbed
 from .results import difference, gradients
 from .stand_ins import clone_of
@@ -56,24 +56,29 @@ class AdoptedMLP(Adopted):
     _how: Gated
 
     @classmethod
-    def _ours(cls, gated: Gated, recognised: Any) -> Callable:
-        name = [*inspect.signature(recognised).parameters][1]
+    def _made(cls, own: Any, gated: Gated, recognised: Any) -> dict[str, Any]:
+        return {} if recognised is None else {"forward": in_place_of(recognised, own, _ours(gated, recognised))}
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given = args if not kwargs else (*args, *kwargs.values()) if [*kwargs] == [name] else ()
-            function: Any = None if gated.function is None else getattr(self, gated.function)
-            kind = None if function is None else type(function)
-            if len(given) != 1 or kind is not gated.kind or (function is not None and has_hooks(function)):
-                return recognised(self, *args, **kwargs)
-            gate, value, *_ = *[getattr(self, part)(given[0]) for part in gated.inputs], None
-            if all(_is_known(t) for t in (gate, value)) and (value is None or value.dtype == gate.dtype):
-                hidden = gated_activation_fn(gate, value, activation=gated.activation)
-            else:
-                gate, value = gate.chunk(2, -1) if value is None else (gate, value)
-                hidden = _PLAIN[gated.activation](gate) * value
-            return getattr(self, gated.last)(hidden)
 
-        return forward
+def _ours(gated: Gated, own: Callable) -> Callable:
+    """The forward that runs in place of the module's own."""
+    name = [*inspect.signature(own).parameters][1]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = args if not kwargs else (*args, *kwargs.values()) if [*kwargs] == [name] else ()
+        function: Any = None if gated.function is None else getattr(self, gated.function)
+        kind = None if function is None else type(function)
+        if len(given) != 1 or kind is not gated.kind or (function is not None and has_hooks(function)):
+            return own(self, *args, **kwargs)
+        gate, value, *_ = *[getattr(self, part)(given[0]) for part in gated.inputs], None
+        if all(_is_known(t) for t in (gate, value)) and (value is None or value.dtype == gate.dtype):
+            hidden = gated_activation_fn(gate, value, activation=gated.activation)
+        else:
+            gate, value = gate.chunk(2, -1) if value is None else (gate, value)
+            hidden = _PLAIN[gated.activation](gate) * value
+        return getattr(self, gated.last)(hidden)
+
+    return forward
 
 
 def _is_known(t: Any) -> bool:
@@ -132,7 +137,7 @@ def _tried(module: Any, inputs: tuple[str, ...], last: str) -> Gated | str:
             expected = _results(clone, forward)
             for activation in Activation:
                 found = Gated(inputs, last, activation.name, function, kind)
-                if not difference(expected, _results(clone, AdoptedMLP._ours(found, forward))):
+                if not difference(expected, _results(clone, _ours(found, forward))):
                     return found
         except Exception as error:  # anybody's code
             return f"trying it {raised(error)}"

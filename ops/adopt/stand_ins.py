@@ -15,34 +15,23 @@ from .lazy import Lazy, dropout, settled
 
 
 class Returns:
-    """What each stand-in returns, by its path: a tensor, or a tuple or list of one and of nothing more. It is learnt from what
-    the block does with the output."""
+    """What each stand-in returns, by its path: a tensor, or a tuple of one and of nothing more. What the block does with the
+    output tells."""
 
     def __init__(self) -> None:
-        self.kinds: dict[str, tuple[type, int]] = {}
+        self.lengths: dict[str, int] = {}  # of the tuples
         self.asked = ""  # the stand-in whose output was unpacked last
         self.are_known = False
 
     def of(self, path: str, y: Any) -> Any:
-        if path not in self.kinds:
-            return y
-        kind, count = self.kinds[path]
-        return kind([y, *[None] * (count - 1)])
-
-    def at_least(self, path: str, count: int) -> None:
-        kind, most = self.kinds.get(path, (tuple, 0))
-        self.kinds[path] = kind, max(count, most)
+        return (y, *[None] * (self.lengths[path] - 1)) if path in self.lengths else y
 
     def learn(self, error: Exception) -> bool:
-        """Whether an error of the block tells that the last stand-in that was unpacked returns something else."""
-        kind, count = self.kinds.get(self.asked, (tuple, 0))
-        if isinstance(error, ValueError) and "values to unpack" in str(error) and count:
-            self.kinds[self.asked] = kind, count + 1
-        elif isinstance(error, TypeError) and "concatenate" in str(error) and kind is tuple and count:
-            self.kinds[self.asked] = list, count
-        else:
-            return False
-        return True
+        """Whether an error of the block tells that the last stand-in that was unpacked returns more."""
+        is_short = isinstance(error, ValueError) and "values to unpack" in str(error) and self.asked in self.lengths
+        if is_short:
+            self.lengths[self.asked] += 1
+        return is_short
 
 
 class StandIn(nn.Module):
@@ -79,7 +68,7 @@ class Output(Lazy):
 
     def _items(self, least: int) -> Any:
         self.returns.asked = self.path
-        self.returns.at_least(self.path, least)
+        self.returns.lengths[self.path] = max(least, self.returns.lengths.get(self.path, 0))
         return self.returns.of(self.path, self.x)
 
     def __iter__(self) -> Iterator[Any]:

@@ -77,11 +77,14 @@ def try_block(block: nn.Module, like: Trial | None = None) -> Trial | str:
         if like is not None and like.width in widths:
             with suppress(Exception):  # anybody's code
                 return _Bench(block, like).trial(like)
-        for width, runs_norms in product(sorted(widths, reverse=True), (True, False)):
-            inside = frozenset(_with_norms(block, width) if runs_norms else ())
+        for width in sorted(widths, reverse=True):
+            inside = frozenset(_with_norms(block, width))
             found = _try(block, width, inside)
-            if isinstance(found, str):
+            if isinstance(found, str):  # as attention that norms its queries, and needs what the model gives it
                 reasons.append(found)
+                inside = frozenset[str]()
+                found = _try(block, width, inside)
+            if isinstance(found, str):
                 continue
             grows = True
             while grows:  # the forward of a part may add to the stream that it gets, or drop last
@@ -196,9 +199,9 @@ class _Bench:
             except LeftAlone:  # under autocast, what its norms give is its stream
                 plan.follows, plan.roles = False, [replace(role, follows=False) for role in plan.roles]
                 self._compare(plan)
-            tuples = {path: of for path, of in self.returns.kinds.items() if of[1] > 1}
-            if len(tuples) < len(self.returns.kinds):  # the block asks whether it is a tensor that it got
-                self.returns.kinds = tuples
+            longer = {path: length for path, length in self.returns.lengths.items() if length > 1}
+            if len(longer) < len(self.returns.lengths):  # the block may ask whether it is a tensor that it got
+                self.returns.lengths = longer
                 if self._runs():
                     self._compare(plan)
         return plan

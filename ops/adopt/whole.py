@@ -1,6 +1,6 @@
 """A whole model in one call.
 
-print(adopt(model))         model.layers.{0…31}.input_layernorm: 32 × LlamaRMSNorm(4096), with the stream past it
+adopt(model)                model.layers.{0…31}.input_layernorm: 32 × LlamaRMSNorm(4096), with the stream past it
 adopt(model).undo()
 """
 
@@ -24,11 +24,11 @@ from .rotary import replace_rotary
 from .trial import Trial, try_block
 
 
-@dataclass
+@dataclass(repr=False)
 class Adoption:
-    """What `adopt` did; str is a table of it."""
+    """What `adopt` did; str is the table that it prints."""
 
-    model: nn.Module = field(repr=False)
+    model: nn.Module
     norms: list[Site] = field(default_factory=list)
     blocks: dict[str, Trial] = field(default_factory=dict)  # by the block's name in the model
     left: dict[str, str] = field(default_factory=dict)  # blocks that stay as they are, and why

@@ -36,7 +36,8 @@ def ablation(overrides=SWEPT, modes=("eager", "compiled"), compiled=1.07, kernel
     environment = ENVIRONMENT if kernels else ENVIRONMENT | {"gpu": None}
     parities = [parity_of(of, seeds, parity) for of in overrides]
     command = "python ablate.py model=gpt2 model.dropout=0.0,0.1"
-    return Ablation(cells, parities, environment, command, "norm:\n  kind: layernorm\n", kernels, ["A note."])
+    code = {"modules": {"measure/gone.py": "0"}, "kernels": {}, "backward": "one thread"}
+    return Ablation(cells, parities, environment, command, "norm:\n  kind: layernorm\n", kernels, ["A note."], code)
 
 
 def cell(overrides: dict[str, str], mode: str, speedup: float, kernels: bool, seed: int, arms=None) -> Cell:

@@ -1,12 +1,16 @@
 """Recorded results: one file of one run."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import command, norms
 from benchmarks.command import Results, environment, slug
+from measure.environment import libraries
+from measure.sources import code
 from tests.benchmarks.records import ENVIRONMENT
 from tests.runs import raising
 
@@ -21,21 +25,26 @@ def test_a_record_is_of_one_run_which_replaces_the_earlier_one_when_it_is_whole(
         results.add([{"us": us + 1}])
         results.finish()
     assert [p.name for p in path.parent.iterdir()] == ["norms.json"]
-    expected = {"environment": ENVIRONMENT, "command": "python -m benchmarks.norms", "records": [{"us": 2.0}, {"us": 3.0}]}
-    assert json.loads(path.read_text()) == expected
+    found = json.loads(path.read_text())
+    assert found.pop("code") == code()
+    assert found == {
+        "environment": ENVIRONMENT | {"versions": ENVIRONMENT["versions"] | libraries()},
+        "command": "python -m benchmarks.norms",
+        "records": [{"us": 2.0}, {"us": 3.0}],
+    }
 
 
-def test_environment_has_device_versions_sources_and_the_revision_of_the_repository_or_of_the_variable(monkeypatch):
-    facts = environment(torch.device("cpu"), {"liger-kernel": "0.8"})
-    assert facts["versions"]["liger-kernel"] == "0.8" and "torch" in facts["versions"] and "command" not in facts
-    assert facts["sources"].keys() == {"norms", "rotary", "losses", "activation", "calls", "step", "ranks", "study"}
+def test_environment_has_device_versions_and_the_revision_of_the_repository_or_of_the_variable(monkeypatch):
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(__version__="0.8"))
+    facts = environment(torch.device("cpu"))
+    assert facts["versions"]["quack-kernels"] == "0.8" and "torch" in facts["versions"] and "command" not in facts
     assert facts["gpu"] is None and slug(facts) == "cpu"
     assert slug({"gpu": {"name": "NVIDIA H100 80GB HBM3"}}) == "nvidia-h100"
     assert slug({"gpu": {"name": "AMD Instinct MI300X (OAM)"}}) == "amd-instinct-mi300x-oam"
     monkeypatch.setattr("measure.environment._git", lambda *_: None)  # copied without its repository
-    assert environment(torch.device("cpu"), {})["git"] is None
+    assert environment(torch.device("cpu"))["git"] is None
     monkeypatch.setenv("GIT_REVISION", "abc")
-    assert environment(torch.device("cpu"), {})["git"]["revision"] == "abc"
+    assert environment(torch.device("cpu"))["git"]["revision"] == "abc"
 
 
 def test_what_is_missing_is_said(monkeypatch, capsys):

@@ -9,7 +9,6 @@ import pytest
 
 from ablation import records as ablations
 from benchmarks import readme, report
-from measure import sources
 from measure.statistics import spread
 from measure.tables import interval_text
 from tests.ablation import results
@@ -53,7 +52,7 @@ def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(fo
 
 def test_marker_of_what_is_not_there_is_an_error_or_says_what_records_it(folder):
     for marker, message in {
-        "norm nvidia-h200": "no table 'norm'; there are norms_models, sites, rotary, losses, .*, headline and versions",
+        "norm nvidia-h200": "no table 'norm'; there are norms_models, sites, rotary, losses, .*, headline, study and origin",
         "norms_models nvidia-h200 (768)": "not of the form",
         "ablation nvidia-h200 gpt3": r"gpt3/report\.json",
     }.items():
@@ -78,45 +77,54 @@ def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choos
     torch_ms, compiled_ms, fused_ms = (f"{medians[name]:.2f}" for name in ("torch", "compiled", "fused"))
     over_compiled, over_torch = (interval_text(cell.against(base).speedup) for base in ("compiled", "torch"))
     assert f"| {torch_ms} | compiled, {compiled_ms} | {fused_ms} | {over_compiled} | {over_torch} |" in rows[0]
-    line = rewritten("headline nvidia-h200 gpt2", folder).splitlines()[5]
-    figures = " | ".join((torch_ms, compiled_ms, fused_ms, over_compiled, over_torch))
-    assert line == f"| gpt2, eager, model.dropout=0.1 | {figures} |"
+    line = rewritten("headline nvidia-h200 gpt2", folder).splitlines()[6]
+    figures = " | ".join((compiled_ms, fused_ms, over_compiled, over_torch))
+    assert line == f"| GPT-2 124M, dropout 0.1, eager | {figures} | 8.50 of 39.70 |"
     text = rewritten("ablation nvidia-h200 llama", folder)
     assert [line for line in text.splitlines() if "report.md" in line] == rows[4:]
 
 
-def test_a_table_is_old_once_the_sources_of_what_was_measured_differ_and_not_before(folder):
-    def page(sources):
-        file = folder / "nvidia-h200" / "norms_models.json"
-        write(file, norm("add_ln", 768, "ours", 0.9, residual="fp32"), environment=ENVIRONMENT | {"sources": sources})
-        return rewritten("norms_models nvidia-h200", folder)
+def test_a_table_says_what_has_changed_since_by_record(folder, monkeypatch):
+    monkeypatch.setattr(readme, "pins", lambda: {"torch": "2.11.0", "triton": "3.7.1"})
+    file = folder / "nvidia-h200" / "norms_models.json"
+    known = {"environment": ENVIRONMENT, "code": {"modules": {"ops/gone.py": "0"}}, "records": [norm("ln", 768, "ours", 0.9)]}
+    file.write_text(json.dumps(known))
+    said = ["Old: ops/gone.py has changed.", "Old: triton 3.6.0 was measured, 3.7.1 is pinned."]
+    assert [line for line in rewritten("norms_models nvidia-h200", folder).splitlines() if "Old" in line] == said
+    write(file.with_name("host.json"))
+    text = rewritten("origin nvidia-h200 norms_models host", folder)
+    assert (
+        "Old (norms_models): ops/gone.py has changed." in text
+        and "Old (host): it does not say which code was measured." in text
+    )
 
-    now = readme.fingerprints()
-    assert "Old: " not in page(now | {"step": "another", "rotary": "another"}), "norms know neither the model nor other kernels"
-    assert "Old: the measured code has changed since this was recorded." in page(now | {"norms": "another"})
-    assert "Old: " in page({}), "recorded before there were fingerprints"
 
+def test_figures_in_prose_are_those_of_the_rows_that_their_marker_names(folder):
+    ablations.save(results.ablation(), folder / "nvidia-h200" / "ablation" / "gpt2")
+    write(
+        folder / "nvidia-h200" / "host.json", {"provider": "ours", "us": 37.4, "share": 0.981}, {"provider": "torch", "us": 1}
+    )
 
-def test_fingerprints_change_with_the_files_that_what_is_measured_is_made_of_but_not_with_their_comments(tmp_path, monkeypatch):
-    paths = [path.partition(":")[0] for of in sources.SOURCES.values() for path in of]
-    assert [path for path in paths if not (sources.ROOT / path).exists()] == []
-    monkeypatch.setattr(sources, "ROOT", tmp_path)
-    before = {}
+    def shown(marker, record="host"):
+        text = readme.rewritten(
+            f"a <!-- figure: nvidia-h200 {record} {marker} -->old<!-- end --> b", folder / "README.md", folder
+        )
+        return re.fullmatch(r"a <!-- [^>]* -->(.*)<!-- end --> b", text)[1]
 
-    def changed_by(name, code="x = 1\n"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(code)
-        now = sources.fingerprints()
-        changed = [what for what in now if now[what] != before.get(what)]
-        before.update(now)
-        return changed
-
-    code = 'def f(x):\n    """One."""\n    # two\n\n    return "# 3" + x  # four\n'
-    assert changed_by("ops/kernels/forward.py") == list(sources.SOURCES)
-    assert changed_by("model/gpt.py", code) == ["step", "ranks"]
-    assert changed_by("model/gpt.py", '# new\ndef f(x):\n    """Another."""\n    return "# 3" + x\n') == []
-    assert changed_by("model/gpt.py", code.replace("# 3", "# 4")) == ["step", "ranks"]
-    assert changed_by("ops/norm.py") == ["calls"]
+    assert shown("us:.0f provider=ours") == "37" and shown("us*.001:.3f provider=ours") == "0.037"
+    assert shown("share:.0%") == "98 %" and shown("us") == "1 to 37.4", "of several rows the lowest to the highest"
+    cell = results.ablation().cells[0]
+    where = "mode=eager model.dropout=0.1 arm=fused"
+    assert shown(f"ms:.2f {where}", "gpt2") == f"{spread([*chain(*cell.arms['fused'].blocks_ms)]).median:.2f}"
+    speedup = interval_text(cell.against("compiled").speedup)
+    assert shown(f"'over compiled:.3f' {where}", "gpt2") == speedup
+    assert shown("us provider=ours", "losses") == "(not recorded yet)"
+    with pytest.raises(
+        ValueError, match=r"no row of .*host.json has these values and a field ms; fields are provider, us, share"
+    ):
+        shown("ms provider=ours")
+    with pytest.raises(ValueError, match="not of the form <!-- figure: GPU RECORD FIELD"):
+        readme.rewritten("<!-- figure: nvidia-h200 host us -->", folder / "README.md", folder)
 
 
 def test_the_lead_picture_and_that_of_the_norms_are_drawn_beside_their_records(folder, monkeypatch):
@@ -125,13 +133,11 @@ def test_the_lead_picture_and_that_of_the_norms_are_drawn_beside_their_records(f
     records = [norm("add_rms", n, name, 0.9, direction="backward", residual="fp32") for n in (1152, 4608) for name in names]
     write(folder / "nvidia-h200" / "norms_models.json", *records, norm("ln", 1024, "ours", 0.8))
     finish = report.finish
-    monkeypatch.setattr(report, "finish", lambda figure, *of: drawn.update({figure.axes[0]: finish(figure, *of)}))
+    monkeypatch.setattr(report, "finish", lambda figure, *of: drawn.update({finish(figure, *of): figure.axes[-1]}))
     readme.draw(folder / "nvidia-h200")
     assert {path.name for path in (folder / "nvidia-h200").glob("*.png")} == {"lead.png", "norms_models.png"}
-    (axes,) = drawn
-    assert [line.get_label() for line in axes.lines[:-1]] == ["fused (ours)", "torch.compile", "flash-attn", "Liger", "quack"]
-    said = rewritten("versions nvidia-h200", folder).splitlines()[3]
-    assert said.startswith("Recorded with torch 2.11.0 and triton 3.6.0; `constraints.txt` pins 2.")
+    (axes,) = drawn.values()
+    assert [of.get_label() for of in axes.containers] == ["fused (ours)", "torch.compile", "flash-attn", "Liger", "quack"]
 
 
 def test_tables_of_readme_and_docs_are_those_of_the_recorded_results():

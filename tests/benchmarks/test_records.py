@@ -12,6 +12,8 @@ from ablate import variants_of
 from benchmarks import records
 from benchmarks.records import RECORDS
 from configs.machine import Machine
+from measure.sources import ROOT, tree_hash
+from study.arms import study_of
 from tests.benchmarks.records import ENVIRONMENT
 
 GIT = {"revision": "abc", "dirty": False}
@@ -25,10 +27,11 @@ def ran(tmp_path, monkeypatch):
     def run(words, **_):
         commands.append(words[1:])
         record = {"command": f"python {shlex.join(words[1:])}", "environment": ENVIRONMENT | {"git": GIT}, "unfinished": ""}
+        record["code"] = {"modules": {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}}
         folder, files = here, {f"{words[2].removeprefix('benchmarks.').removesuffix('.benchmark')}.json": json.dumps(record)}
         if "--models" in words:
             files = {"norms_models.json": json.dumps(record)}
-        if words[1] == "ablate.py":
+        if words[1] in ("ablate.py", "compare.py"):
             folder = tmp_path / next(word for word in words if word.startswith("folder=")).removeprefix("folder=")
             files = {"report.json": json.dumps(record), "report.md": record["command"], "kernels.jsonl": ""}
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,6 +40,7 @@ def ran(tmp_path, monkeypatch):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(records.command, "FOLDER", tmp_path)
     monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | {"git": GIT})
     monkeypatch.setattr(records.subprocess, "run", run)
@@ -63,11 +67,20 @@ def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path,
     ran.clear()
     monkeypatch.setitem(GIT, "revision", "def")
     records.main([])
-    assert len(ran) == len(RECORDS) + 1, "those of another revision"
+    assert ran == ["readme"], "a revision with the same code"
+    ran.clear()
+    overview = tmp_path / "nvidia-h200" / "study" / "overview" / "report.json"
+    overview.write_text(overview.read_text().replace(tree_hash((ROOT / "measure/sources.py").read_text()), "another"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (tmp_path / "nvidia-h200" / "scaling.json").unlink()
+    records.main([])
+    assert [words[1] for words in ran[:-1]] == ["study=overview"], "of other code; what needs two GPUs is left out"
 
 
 def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_they_stand(capsys, monkeypatch):
-    assert sum(record.minutes for record in RECORDS) <= 60 and max(record.minutes for record in RECORDS) <= 8
+    assert (
+        sum(record.minutes for record in RECORDS if record.gpus == 1) <= 60 and max(record.minutes for record in RECORDS) <= 8
+    )
     records.main(["--list"])
     said = capsys.readouterr().out
     assert all(f"python {record.words}" in said for record in RECORDS) and "minutes in all" in said
@@ -75,7 +88,8 @@ def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_th
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for record in RECORDS:
         words = record.words.split()
-        assert variants_of(words[1:]) if record.is_ablation else import_module(words[1]).options_of(words[2:])
+        read = {"ablation": variants_of, "study": study_of}.get(record.folder)
+        assert read(words[1:]) if read else import_module(words[1]).options_of(words[2:])
 
 
 @pytest.mark.parametrize(

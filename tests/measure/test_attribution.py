@@ -9,6 +9,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from ablation.arms import build_arm
+from ablation.config import Config
 from ablation.gpu_time import marked_sites
 from configs.schema import LossImpl, NormKind
 from data import Batches
@@ -26,7 +27,6 @@ NAMES = [
     ("norm", "triton_poi_fused__to_copy_view_2"),
     ("norm", "kernel_cutlass_kernel_torch_vendorquackrmsnormRMSNorm_object_at__tensorptrbf16gmemalign16o768_0"),
     ("norm", "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_view_4"),
-    ("norm", "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6"),  # rotary positions
     ("norm", "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 8u, 64u>(long)"),
     ("norm", "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(...)"),
     ("GEMM", "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN"),
@@ -69,8 +69,12 @@ def test_a_kernels_name_and_place_give_its_group():
     # In a model that runs eager, what torch.compile makes are sites, whose names may tell nothing, and the loss.
     compiled = [Launch("triton_poi_fused_add_0", 1.0), Launch("triton_red_fused_nll_loss_1", 1.0), Launch(ELEMENTWISE, 1.0)]
     assert [group_of(*launch[:1]) for launch in compiled] == ["other", "loss", "other"], "of a model that is compiled whole"
-    marked = map(attribution.with_compiled_site, compiled)
+    marked = [attribution.with_mark(launch, NORM_SITE) for launch in compiled]
     assert [group_of(m.name, m.within) for m in marked] == ["norm", "loss", "other"]
+    # The gradients of queries, keys and values are joined by their turn, or by the split of a projection alone.
+    joined = Launch("triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6", 1.0)
+    turned = attribution.with_mark(joined, attribution.QUERY_KEY_SITE)
+    assert [group_of(j.name, j.within) for j in (joined, turned)] == ["other", "norm"]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,7 @@ def operators():
     def of(cfg, dtype):
         tokens = torch.randint(VOCABULARY, (9 * cfg.model.context,)).numpy()
         batches = Batches(tokens, context=cfg.model.context, batch_size=2, seed=0)
-        arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY), batches)
+        arm = build_arm("torch", Config(**vars(cfg)), precision(dtype), SimpleNamespace(vocab_size=VOCABULARY), batches)
         arm.step(0)
         with marked_sites(arm.state.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
             arm.step(1)
@@ -112,6 +116,10 @@ def test_all_operators_of_a_step_are_in_their_groups_in_forward_and_backward_and
     casts = [launch for launch in named("aten::copy_") if LOSS_SITE in launch.within + launch.forward]
     assert set(groups(casts)) == ({"loss"} if dtype == torch.bfloat16 else set()), "of logits and of their gradient"
     assert groups(named("aten::bernoulli_")) == ["norm"] * sites
+    split = [
+        launch for launch in launches if launch.name == "aten::cat" and launch.within[-1].endswith("SplitWithSizesBackward0")
+    ]
+    assert groups(split) == ["other"] * (sites // 2), "the gradients of queries, keys and values, where nothing turns them"
     # The positions are added outside a site, and CPU attention may add; each site but the first adds its residual.
     adds = [launch for launch in named("aten::add") if NORM_SITE in launch.within and "aten::layer_norm" not in launch.within]
     assert set(groups(adds)) == {"norm"} and len(adds) >= sites - 1

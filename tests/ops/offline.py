@@ -9,7 +9,6 @@ A program, because in the tests' own process kernels belong to the interpreter.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import ops
+from measure.sources import ptx_hash
 from ops import Norm, kit, norm, tiling
 
 from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, inputs, ours
@@ -98,16 +98,10 @@ class OfflineLauncher(kit.Launcher):
                 "cooperative": bool(self.options.get("launch_cooperative_grid")),
                 "tile": None if self.own_tile is None else vars(self.own_tile),
                 "compilation": compiled.hash,
-                "ptx": hash_of(compiled.asm["ptx"]),
+                "ptx": ptx_hash(compiled.asm["ptx"]),
                 **disassembled(compiled.asm["cubin"]),
             }
         )
-
-
-def hash_of(ptx: str) -> str:
-    """Of the instructions, without where in the source they come from."""
-    lines = [line for line in ptx.partition(".section")[0].splitlines() if not re.match(r"\s*(\.loc|\.file|//|\$L__tmp)", line)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 _LETTERS = {"LDG": "L", "SHFL": "S", "BAR": "B", "STG": "W"}  # of what is loaded, exchanged, waited for and stored

@@ -255,10 +255,8 @@ class FusedModulatedNorm(kit.Op):
         return wanted, sources
 
     def gradients(self, b, o, wanted):
-        like = {"dx": b.r, "dresidual": b.r, **{f"d{name}": getattr(b, name) for name in Inputs._fields[2:]}}
-        return self.Gradients(
-            *[d and like[n].new_empty(like[n].shape, dtype=d) for n, d in zip(wanted._fields, wanted, strict=True)]
-        )
+        like = (b.r, b.r, *b[-5:])
+        return self.Gradients(*[d and t.new_empty(t.shape, dtype=d) for t, d in zip(like, wanted, strict=True)])
 
     def start(self, i, o):
         kernels, facts, N = kit.kernels("modulated"), kit.device_facts(i.x.device), i.x.shape[-1]

@@ -41,6 +41,7 @@ def test_it_leaves_a_report_and_pictures(studied):
     stages = [run["stage"] for run in runs]
     assert [stages.count(of) for of in (RACE, FRESH, CONTROL)] == [2 * 3, 2 * 2, 2] and stages.count(SEARCH) >= 2 * 2
     assert found["results"] == runs
+    assert {"ops/norm.py", "study/engine.py", "training/step.py"} <= found["code"]["modules"].keys()
     ended = [run for run in runs if run["stage"] != RACE]
     assert all([seen["step"] for seen in run["probes"]] == [3, 6, 9, 12] for run in ended)
     assert all(run["made"].keys() >= {"torch", "triton", "card", "revision"} for run in runs)

@@ -76,6 +76,7 @@ RECORDS = (
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("activation", "-m benchmarks.activation", 1),
     Record("gated", "-m benchmarks.gated", 1.5),
+    Record("modulated", "-m benchmarks.modulated", 4),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),
     Record("host", "-m benchmarks.host", 0.5),
     Record("memory", "-m benchmarks.memory", 1.5),

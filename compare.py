@@ -32,8 +32,7 @@ from measure import tables
 from measure.environment import environment
 from measure.files import relative, replace_text
 from measure.progress import progress
-from measure.sources import STEP, folders_hash
-from measure.store import Store
+from measure.store import Store, comparable
 from study import ladder, report, tracking
 from study.analysis import analyse
 from study.arms import Study, sizes_of, study_of
@@ -96,12 +95,10 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
     cfg = study.cfg
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     here = environment(precision.device)
-    versions = {name: here["versions"][name] for name in ("torch", "triton")}
-    made = versions | {"card": here["gpu"]["name"] if here["gpu"] else "CPU"}
-    # Seeds that are compared at a single rate may be those that choose among several.
-    facts = made | {"code": folders_hash(*STEP), "several rates": len(study.rates) > 1}
+    made = comparable(here)
     with as_config_errors():
-        store = Store(folder / "runs.jsonl", facts)
+        # Seeds that are compared at a single rate may be those that choose among several.
+        store = Store(folder / "runs.jsonl", made | {"several rates": len(study.rates) > 1})
         replace_text(folder / "config.yaml", configs.to_yaml(cfg))
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)

@@ -11,8 +11,7 @@ import configs
 from ablation.variants import Variant
 from configs import keys
 from measure.schedule import Cycle
-from measure.sources import STEP, folders_hash
-from measure.store import Store
+from measure.store import Store, comparable
 from measure.tables import flat, label
 
 FILE = "cycles.jsonl"
@@ -51,6 +50,4 @@ def facts_of(variants: Sequence[Variant], environment: Mapping[str, Any]) -> dic
     for variant in variants:
         of = f" ({label(variant.overrides)})" if len(variants) > 1 else ""
         found |= {f"{key}{of}": value for key, value in flat(configs.to_dict(variant.cfg)).items() if key not in free}
-    machine = flat(dict(environment))
-    here = {name: machine.get(name) for name in ("gpu.name", "versions.torch", "versions.triton")}
-    return found | here | {"code": folders_hash(*STEP)}
+    return found | comparable(environment)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from measure.files import json_text, relative, replace_text
+from measure.sources import STEP, folders_hash
 from measure.tables import flat
 
 
@@ -69,6 +70,12 @@ class Store:
         else:
             self.lines.append(line)
         return text
+
+
+def comparable(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What training steps have to agree in to be compared, of the facts of `measure.environment`: card, versions, code."""
+    versions = {name: environment["versions"][name] for name in ("torch", "triton")}
+    return {"card": (environment["gpu"] or {"name": "CPU"})["name"], "code": folders_hash(*STEP)} | versions
 
 
 def _shown(value: Any) -> str:

@@ -100,7 +100,7 @@ def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied,
 
 
 def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "folders_hash", lambda *_: "other")
+    monkeypatch.setattr("measure.store.folders_hash", lambda *_: "other")
     assert compare.main([*tiny, *SWEEP, f"folder={studied}", "resume=auto"]) == 2
     assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err
 

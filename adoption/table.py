@@ -51,7 +51,8 @@ Written by `python -m adoption.table`, which adopts tiny models with random weig
 "Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream. "Sums"
 are kinds of residual sums that are one kernel together with the norm, scale or dropout of their branch. "Rotary": attention
 modules that turn queries and keys in one kernel, with or without norms of them before. "MLP": gated MLPs that compute the
-activation and the product in one kernel. Parity: the outputs and all gradients in fp32 before and after, and a step in training.
+activation and the product in one kernel. Parity: the outputs and all gradients in fp32 before and after, and a step in
+training.
 
 """
 
@@ -80,8 +81,8 @@ def main(names: list[str]) -> None:
     gated, gated_fused = (sum(word in row[4] for row in good) for word in (" of ", "one kernel"))
     words = (
         f"{sums} of {len(rows)} models have fused sums. {turn} turn queries and keys by a function that `adopt` finds: "
-        f"{turn_fused} of them in one kernel, {norms} of these with the norms before. {gated} have gated MLPs with names that it "
-        f"knows: {gated_fused} of them in one kernel."
+        f"{turn_fused} of them in one kernel, {norms} of these with the norms before. {gated} have gated MLPs with names that "
+        f"it knows: {gated_fused} of them in one kernel."
     )
     print(f"\n{words}")
     if not names:

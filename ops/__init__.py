@@ -18,6 +18,7 @@ from .adopt import (
     restore_rotary,
 )  # fmt: skip
 from .dropout import dropout_mask, seeded_dropout
+from .gated import GatedRMSNorm, gated_rms_norm_fn
 from .kernels import backend_for
 from .linear import layer_norm_linear_fn
 from .loss import cross_entropy_fn, linear_cross_entropy_fn
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adoption",
+    "GatedRMSNorm",
     "LayerNorm",
     "Norm",
     "RMSNorm",
@@ -41,6 +43,7 @@ __all__ = [
     "dropout_mask",
     "fuse_prenorm_block",
     "gated_activation_fn",
+    "gated_rms_norm_fn",
     "layer_norm_fn",
     "layer_norm_linear_fn",
     "linear_cross_entropy_fn",

@@ -80,8 +80,11 @@ def try_block(block: nn.Module, like: Trial | None = None) -> Trial | str:
         for width in sorted(widths, reverse=True):
             inside = frozenset(_with_norms(block, width))
             found = _try(block, width, inside)
-            if isinstance(found, str):
+            if isinstance(found, str):  # as attention that norms its queries, and needs what the model gives it
                 reasons.append(found)
+                inside = frozenset[str]()
+                found = _try(block, width, inside)
+            if isinstance(found, str):
                 continue
             grows = True
             while grows:  # the forward of a part may add to the stream that it gets, or drop last

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from configs import Config
 from measure.statistics import Interval, paired_ratio
 from measure.tables import interval_text
 from study import report
 from study.analysis import analyse, with_cost
 from study.arms import AGAIN_SEEDS, FRESH_SEEDS, Arm, Study
+from study.config import Config
 from study.probes import spikes
 from study.report import words
 from study.runs import CONTROL, FRESH, SEARCH, TIME, Found, Result, too_high

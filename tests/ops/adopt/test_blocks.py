@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ops import fuse_prenorm_block, replace_norms
+from ops import fuse_prenorm_block, replace_norms, restore_norms
 from ops.adopt import lazy
 
 from .lookalikes import Llama
@@ -163,6 +163,18 @@ def test_what_can_not_be_fused_is_refused_and_stays_as_it_was(why):
     with pytest.raises(ValueError, match=re.escape(why)):
         fuse_prenorm_block(block)
     assert described(block) == before and torch.equal(torch.get_rng_state(), state)
+
+
+def test_blocks_are_restored_with_their_norms_and_nothing_is_if_another_class_is_over_one():
+    model = fused(Model())
+    adopted, block = classes(model), model.blocks[0]
+    cls = type(block)
+    block.__class__ = type("Sharded", (cls,), {})
+    with pytest.raises(ValueError, match=r"since blocks\.0, a Block, was replaced, another tool changed its class, to Sharded"):
+        restore_norms(model)
+    block.__class__ = cls
+    assert classes(model) == adopted and "blocks.0: Block as it was" in restore_norms(model, verbose=False)
+    assert classes(model) == classes(Model()) and vars(block).keys() == vars(Block()).keys()
 
 
 def described(block):

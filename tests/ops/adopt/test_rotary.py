@@ -245,6 +245,14 @@ def test_a_tool_that_changed_the_class_or_the_forward_since_has_to_undo_that_fir
     assert restore_rotary(model) == ["attention: Attention as it was"]
 
 
+def test_a_copy_too_runs_what_a_tool_has_put_into_the_class_since(monkeypatch):
+    model, x = own(), torch.randn(2, 5, 16)
+    replace_rotary(model)
+    monkeypatch.setattr(model["attention"]._own, "forward", lambda self, x, position_embeddings: x + 1)
+    for one in (model, copy.deepcopy(model)):
+        assert torch.equal(one["attention"](x, None), x + 1)
+
+
 def test_check_parity_looks_at_what_runs():
     model, (_, ours, _) = made("qwen3"), adopted("qwen3")
     batch = {"input_ids": torch.arange(16, device=next(model.parameters()).device).view(2, 8) + 2, "use_cache": False}

@@ -121,6 +121,25 @@ def test_a_block_of_any_form_is_found_fused_and_computes_what_it_did(form, norm,
     assert classes(adopted) == classes(model) and not any(m._forward_hooks or m._forward_pre_hooks for m in adopted.modules())
 
 
+class NormsItsQueries(Sublayer):
+    def __init__(self):
+        super().__init__()
+        self.q_norm = nn.LayerNorm(N)
+
+    def forward(self, x, angles):
+        cos, sin = angles
+        return super().forward(self.q_norm(x) * cos + sin)
+
+
+def test_a_block_whose_attention_norms_its_queries_and_needs_what_the_model_gives_it_is_found(device):
+    forward = lambda self, x, angles: (y := x + self.attn(self.ln_1(x), angles)) + self.mlp(self.ln_2(y))  # noqa: E731
+    block = block_of(forward, attn=NormsItsQueries()).to(device)
+    adopted, x = copy.deepcopy(block), torch.randn(2, 3, N, device=device)
+    (found,) = adopt(adopted, verbose=False).blocks.values()
+    assert found.norms == {"ln_1": (), "ln_2": ()}
+    torch.testing.assert_close(adopted(x, (0.5, 0.1)), block(x, (0.5, 0.1)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("stack", [nn.ModuleDict, type("Stack", (nn.ModuleList,), {}), nn.Sequential])
 def test_blocks_are_found_in_every_container(stack, device):
     model = Net(FORMS["prenorm"][0], nn.LayerNorm, stack).to(device)

@@ -22,6 +22,7 @@ from .gated import GatedRMSNorm, gated_rms_norm_fn
 from .kernels import backend_for
 from .linear import layer_norm_linear_fn
 from .loss import cross_entropy_fn, linear_cross_entropy_fn
+from .modulated import ModulatedNorm, modulated_norm_fn
 from .modules import LayerNorm, RMSNorm
 from .norm import layer_norm_fn, norm_fn, rms_norm_fn
 from .reference import Norm
@@ -34,6 +35,7 @@ __all__ = [
     "Adoption",
     "GatedRMSNorm",
     "LayerNorm",
+    "ModulatedNorm",
     "Norm",
     "RMSNorm",
     "activation_fn",
@@ -48,6 +50,7 @@ __all__ = [
     "layer_norm_linear_fn",
     "linear_cross_entropy_fn",
     "log_softmax_fn",
+    "modulated_norm_fn",
     "norm_fn",
     "replace_loss",
     "replace_mlps",

@@ -561,10 +561,10 @@ def forward(of: Inputs, o: Options) -> Callable[..., tuple]:
     rows = (of.x, of.residual, of.x1)
     weights = [getattr(of, name) for name in WEIGHTS]
     work = Work(
-        vector=_vector(*rows, o.out_dtype, o.residual_dtype),
-        row_bytes=_bytes(*rows),
+        vector=vector_of(*rows, o.out_dtype, o.residual_dtype),
+        row_bytes=bytes_of(*rows),
         weights=sum(weight is not None for weight in weights),
-        weight_bytes=_bytes(*weights),
+        weight_bytes=bytes_of(*weights),
         drops=o.dropout_p > 0,
     )
     facts = kit.device_facts(device)
@@ -601,10 +601,10 @@ def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
     rows = (of.dy, of.dy1, of.dr, r if reads_r else None, of.x, of.x1)
     written = (asked.dz, asked.dx, asked.dx1)
     work = Work(
-        vector=_vector(*rows, *written),
-        row_bytes=_bytes(*rows),
+        vector=vector_of(*rows, *written),
+        row_bytes=bytes_of(*rows),
         weights=(1 + norm.has_bias) * reads_r * (1 if of.dy1 is None else 2) + (1 + branch_norm.has_bias) * o.branch,
-        written_bytes=_bytes(*written),
+        written_bytes=bytes_of(*written),
         branch=o.branch,
         # The sums over a row that its programs would exchange are those of one norm with a statistic.
         splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None and norm.statistics > 0,
@@ -698,10 +698,10 @@ def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
     )
 
 
-def _vector(*of: Any) -> int:
+def vector_of(*of: Any) -> int:
     """Elements in 16 bytes of the widest; of: tensors or dtypes."""
     return 16 // max(t.itemsize for t in of if t is not None)
 
 
-def _bytes(*of: Any) -> int:
+def bytes_of(*of: Any) -> int:
     return sum(t.itemsize for t in of if t is not None)

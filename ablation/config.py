@@ -54,6 +54,7 @@ class AblateConfig:
 @dataclass
 class Config(configs.Config):
     program: ClassVar[str] = "ablate"
+    together: ClassVar[bool] = True
     ablate: AblateConfig = field(default_factory=AblateConfig)
 
 

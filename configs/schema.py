@@ -374,6 +374,7 @@ class Config:
     """All keys of train.py. ablate.py and compare.py add a section of their own, in a class derived from this one."""
 
     program: ClassVar[str] = "train"
+    together: ClassVar[bool] = False  # all combinations of a command's values are one job
     norm: NormConfig = field(default_factory=NormConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     mlp: MlpConfig = field(default_factory=MlpConfig)

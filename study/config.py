@@ -32,6 +32,7 @@ class CompareConfig:
 @dataclass
 class Config(configs.Config):
     program: ClassVar[str] = "compare"
+    together: ClassVar[bool] = True
     compare: CompareConfig = field(default_factory=CompareConfig)
 
 

@@ -90,6 +90,8 @@ def start(
     # overrides come first: argparse would take those behind an option for another list of arguments
     behind = [is_override(text, after) for after, text in pairwise(["", *given])]
     sys.argv = [*before[:1], *compress(given, behind), *compress(given, map(not_, behind))]
+    if of.together and {text.partition("=")[0] for text in given if text.startswith("-")} <= {*PATHS}:
+        sys.argv.append("-m")  # hydra.mode is not known where the config has an error: Hydra would then refuse several values
     try:
         if "--version" in given:
             facts = environment(torch.device("cpu"))

@@ -46,6 +46,12 @@ def test_one_arm_at_one_rate_is_refused_with_what_to_give(capsys):
     assert "nothing to compare. Give several values of a key and of the learning rate, such as" in capsys.readouterr().err
 
 
+def test_a_misspelt_key_beside_several_values_is_what_the_error_is_about(capsys):
+    assert compare.main(["device=cpu", "norm.kind=layernorm,rmsnorm", "compare.frsh=2"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: compare.frsh: no such key. Did you mean compare.fresh?") and "compare.py --help" in said
+
+
 MINE = """# @package compare
 arguments: [optim.lr=1e-3, "seed=1,2"]
 baseline: b

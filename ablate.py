@@ -34,14 +34,14 @@ import configs
 import ops
 from ablation import kept, nanogpt, parity, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
+from ablation.config import NANOGPT, REFUSED, Config, Switch
 from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes, turns
 from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
 from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
-from configs import Config, as_config_errors, keys, machine, rules
-from configs.rules import NANOGPT
-from configs.schema import NormImpl, Placement, Switch
+from configs import as_config_errors, keys, machine, rules
+from configs.schema import NormImpl, Placement
 from data import Batches, Corpus, load_corpus
 from measure.attribution import NORM_SITE, QUERY_KEY_SITE, launches, profile_step, shares
 from measure.comparison import TORCH, compare_all, cycle_times, is_twin
@@ -54,8 +54,9 @@ from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training import export
-from training.command import place, start
+from training.command import start
 from training.interrupt import show
+from training.place import place
 from training.precision import MixedPrecision
 from training.tracking import log_group
 
@@ -69,10 +70,10 @@ def task(arguments: list[str]) -> int:
     variants = variants_of(arguments)
     cfg = variants[0].cfg
     if cfg.ablate.processes > 1:
-        with place(cfg, "ablate.py", LESS_MEMORY) as folder:
+        with place(cfg, LESS_MEMORY) as folder:
             return processes.ablate(sys.argv[1:], cfg.ablate.processes, folder)
     works = [prepare(variant) for variant in variants]
-    with place(cfg, "ablate.py", LESS_MEMORY) as folder:
+    with place(cfg, LESS_MEMORY) as folder:
         device = torch.device(machine.inspect(cfg.device).device)
         with as_config_errors():
             cycles = Kept(folder / kept.FILE, kept.facts_of(variants, environment(device)))
@@ -89,7 +90,7 @@ def task(arguments: list[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return start(task, help_text, arguments)
+    return start(task, Config, help_text, arguments)
 
 
 # ---- before anything is measured: the data, the model and the folder ---------------------------------------------------------
@@ -283,7 +284,7 @@ def profiled(cell: Cell, arms: dict[str, Arm]) -> Cell:
 
 
 def help_text(cfg: Config) -> str:
-    refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.NOT_IN_ABLATE.items())
+    refused = "".join(f"  {key:<33}  {why}\n" for key, why in REFUSED.items())
     return (
         f"{__doc__}\nKeys of its own:\n{keys.describe(cfg, 'ablate')}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"

@@ -26,7 +26,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 
 import configs
-from configs import Config, as_config_errors, keys, machine
+from configs import ConfigError, as_config_errors, keys, machine
 from data import load_corpus
 from measure import tables
 from measure.environment import environment
@@ -37,10 +37,12 @@ from measure.store import Store
 from study import ladder, report, tracking
 from study.analysis import analyse
 from study.arms import Study, sizes_of, study_of
-from study.plan import make_all, make_equal_time
+from study.config import Config
+from study.plan import least_runs, make_all, make_equal_time
 from study.runs import Runs
-from training.command import place, start
+from training.command import start
 from training.interrupt import show
+from training.place import place
 from training.precision import MixedPrecision
 from training.tracking import log_group
 
@@ -58,6 +60,7 @@ def compare(study: Study, folder: Path, command: str) -> None:
     counts = {"arm": len(study.arms), "rate": len(study.rates), "seed": len(study.seeds)}
     sizes = " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
     show(f"{sizes}, {len(study.compared)} seeds to compare at each arm's best rate, in {relative(folder)}")
+    show(f"at least {least_runs(study)} runs in all; the search adds rates around the best one of each arm")
     with progress(None, "compare", "run") as bar:
         runs = runs_of(study, folder, bar.update)
         make_all(study, runs.found, runs.train, runs.time)
@@ -76,6 +79,7 @@ def compare(study: Study, folder: Path, command: str) -> None:
 
 def climb(studies: Mapping[str, Study], folder: Path) -> None:
     """Makes the runs of all sizes, each in a folder of its own, and reports on them. Raises as `compare`."""
+    show(f"at least {ladder.least_runs([*studies.values()])} runs in all, in {relative(folder)}")
     with progress(None, "compare", "run") as bar:
         runs = {size: runs_of(study, folder / size, bar.update) for size, study in studies.items()}
         text = ladder.report(ladder.climb(runs))
@@ -107,7 +111,12 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
 def task(arguments: list[str]) -> None:
     """The comparison of these overrides."""
     study, sizes = study_of(arguments), {size: study_of(arguments, size) for size in sizes_of(arguments)}
-    with place(study.cfg, "compare.py", LESS_MEMORY) as folder:
+    if len(study.arms) == len(study.rates) == 1:
+        raise ConfigError(
+            "one arm at one rate: there is nothing to compare. Give several values of a key and of the learning rate, such as "
+            "norm.kind=layernorm,rmsnorm optim.lr=1e-3,3e-3,1e-2, or a study, such as study=first; --help lists them."
+        )
+    with place(study.cfg, LESS_MEMORY) as folder:
         if sizes:
             climb(sizes, folder)
         else:
@@ -115,7 +124,7 @@ def task(arguments: list[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return start(task, help_text, arguments)
+    return start(task, Config, help_text, arguments)
 
 
 def help_text(cfg: Config) -> str:

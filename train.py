@@ -132,14 +132,14 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-@hydra.main(config_path="configs", config_name="config", version_base=None)
+@hydra.main(config_path="configs", config_name="train", version_base=None)
 def task(composed: DictConfig) -> float | None:
     """The validation loss of one run, which a sweeper may minimise."""
     return job(train, composed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return start(task, keys.help_text, arguments)
+    return start(task, Config, keys.help_text, arguments)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from typing import Protocol, assert_never
 import torch
 from torch import Tensor
 
-from configs import Config
-from configs.schema import DropoutMasks, LossImpl, MlpImpl, NormImpl, Switch
+from ablation.config import Config, Switch
+from configs.schema import DropoutMasks, LossImpl, MlpImpl, NormImpl
 from data import Batches, Tokenizer
 from measure.comparison import TWIN
 from model import GPT

@@ -46,7 +46,7 @@ class Kept(Store):
 
 def facts_of(variants: Sequence[Variant], environment: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for cycles to belong together: what affects a step or the plan of the ablation, and the machine."""
-    free = {key for key in keys.affecting("nothing") if not key.startswith("ablate.")}
+    free = keys.affecting("nothing")
     found: dict[str, Any] = {}
     for variant in variants:
         of = f" ({label(variant.overrides)})" if len(variants) > 1 else ""

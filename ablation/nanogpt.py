@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ablation.arms import Arm
+from ablation.config import NANOGPT
 from configs import Config, ConfigError
-from configs.rules import NANOGPT
 from configs.schema import NormImpl
 from model import GPT
 from training import export

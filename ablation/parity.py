@@ -51,12 +51,11 @@ from torch import Tensor
 
 import ops
 from ablation.arms import Arm
+from ablation.config import Config, Switch
 from ablation.parity_arms import ORDER_NAMES, parity_arms, row_sites, unclipped_gradients
 from ablation.records import Parity
 from ablation.rounding import LEVEL, REFERENCE, Distances, Sums, row_scales, sign_test, size_test
 from ablation.variants import Variant
-from configs import Config
-from configs.schema import Switch
 from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
 from training.precision import MixedPrecision

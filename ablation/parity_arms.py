@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ablation.arms import Arm, build_arm, check_same
+from ablation.config import Config, Switch
 from ablation.rounding import ORDERS, REFERENCE, REORDERED, in_another_order, shuffled
-from configs import Config
-from configs.schema import DropoutMasks, NormImpl, Switch
+from configs.schema import DropoutMasks, NormImpl
 from data import Batches, Tokenizer
 from measure.comparison import TORCH
 from model import loss as losses

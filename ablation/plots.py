@@ -33,7 +33,8 @@ class Bars:
 def bars_of(cell: Cell) -> Bars:
     arms = {name: arm for name, arm in cell.arms.items() if not is_twin(name)}
     steps = {name: spread([ms for block in arm.blocks_ms for ms in block]) for name, arm in arms.items()}
-    speedups = {base: cell.against(base).speedup for base in cell.opponents}
+    others = [base for base, pairs in cell.pairs.items() if base not in cell.opponents and cell.subject in pairs]
+    speedups = {base: cell.against(base).speedup for base in (*cell.opponents, *others)}
     return Bars(cell.title, steps, speedups, [control.speedup for control in cell.controls])
 
 

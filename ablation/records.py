@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ablation.config import NANOGPT
 from ablation.rounding import Distances, Quantity
-from configs.rules import NANOGPT
 from measure.attribution import Kernel, Share
 from measure.comparison import TWIN, Comparison, Pairs, conclusion, cycle_times, is_twin
 from measure.files import json_text, replace_text

@@ -9,9 +9,9 @@ from statistics import fmean
 
 import configs
 from ablation.arms import switched
+from ablation.config import NANOGPT
 from ablation.records import Ablation
 from ablation.variants import IS_COMPILED, IS_GRAPH, Variant
-from configs.rules import NANOGPT
 from measure.statistics import spread
 from training.tracking import Logged
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import configs
 from ablation.arms import switched
-from configs import Config, ConfigError, machine, rules
-from configs.rules import NANOGPT
+from ablation.config import NANOGPT, Config, check
+from configs import ConfigError, machine, rules
 from configs.schema import DropoutMasks, NormImpl, WandbMode
 from measure.comparison import FUSED, TORCH, TWIN, is_twin
 from measure.tables import label
@@ -91,8 +91,8 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         raise ConfigError("folder has several values, and an ablation has one folder. Name one.")
     found: list[Variant] = []
     for job in configs.jobs(arguments):
-        cfg = configs.compose_only(job)
-        rules.check_ablation(cfg, configs.given(job))
+        cfg = configs.compose_only(job, Config)
+        check(cfg, configs.given(job))
         on = machine.inspect(cfg.device)
         # As the arms will have it, whatever the config says.
         cfg = switched(cfg, TORCH)
@@ -109,7 +109,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         if not found[-1].modes:
             raise ConfigError("ablate.eager=false: leaves nothing to time. Use ablate.compile=true, with fused among the arms.")
     used = [switched(one.cfg, arm) for one in found for arm in one.cfg.ablate.arms if arm != NANOGPT]
-    rules.check_given(configs.given(arguments), used, "ablate.py")
+    rules.check_given(configs.given(arguments), used)
     for variant in found:
         for arm, why in variant.refused.items():
             if variant.subject == TORCH or all(arm in other.refused for other in found):

@@ -47,7 +47,7 @@ FIGURE = re.compile(r"(<!-- figure: ([\w-]+) (\w+) ([^>]+?) -->).*?(<!-- end -->
 CHANGED = re.compile(r"^Old.* (has|have) changed\.$", re.MULTILINE)
 FIELD = re.compile(r"(?P<name>[^*:]+)(?:\*(?P<times>[\d.e-]+))?(?::(?P<format>.+))?")
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation"), report.markdown),
+    **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation", "modulated"), report.markdown),
     "adoption": report.adoption,
     "host": host.markdown,
     "memory": memory.markdown,
@@ -196,14 +196,6 @@ def pins() -> dict[str, str]:
     return {name: of for name, of in found.items() if name in ("torch", "triton", *LIBRARIES)}
 
 
-def versions(folder: Path) -> str:
-    """Which versions the records have, where constraints.txt pins others."""
-    paths = [*folder.glob("*.json"), *folder.glob("ablation/*/report.json")]
-    known = [load(path)["environment"]["versions"] for path in paths]
-    told = [f"{name} {' and '.join(sorted({of[name] for of in known if of.get(name)}))}" for name in ("torch", "triton")]
-    return f"Recorded with {' and '.join(told)}; `constraints.txt` pins {pins()['torch']} and {pins()['triton']}."
-
-
 def rewritten(text: str, page: Path, folder: Path) -> str:
     """The text of a page with new contents of every marked block, and every figure.
 
@@ -230,16 +222,12 @@ def rewritten(text: str, page: Path, folder: Path) -> str:
 
 def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
     """A table, and where it is from."""
-    if name == "versions":
-        return versions(folder)
     if name in ("ablation", "headline"):
         files = ablations_of(folder / "ablation", words or (headlined(folder) if name == "headline" else ()))
         table = ablation(cells_of(files), f"{root}/ablation") if name == "ablation" else headline(cells_of(files))
         return "\n\n".join([table, *origin(files)])
     if name not in (*TABLES, "study", "origin"):
-        raise ValueError(
-            f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline, study, origin, versions"
-        )
+        raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline, study and origin")
     records = words if name in ("study", "origin") else [name]
     files = {record: load(path) for record in records if (path := path_of(folder, record)).exists()}
     if missing := [record for record in records if record not in files]:

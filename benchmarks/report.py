@@ -16,6 +16,8 @@ from measure.tables import NOTHING, aligned, compact_markdown, interval_text, ma
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
     "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy",
     "gelu": "GELU", "bias_gelu": "bias + GELU", "swiglu": "SwiGLU", "bias_geglu": "bias + GEGLU",
+    "adaln": "adaLN", "adaln_zero": "adaLN-zero", "adaln_zero_fp32": "adaLN-zero, fp32 stream",
+    "rms_adaln_zero": "RMS adaLN-zero",
 }  # fmt: skip
 UNTOLD = ("asked_rows", "bytes", "copy_gb_per_s", "p10", "p90", "gb_per_s", "sets")  # on a terminal
 File = dict[str, Any]  # of results
@@ -23,9 +25,12 @@ Size = tuple[int, ...]
 
 
 def size_of(record: Record) -> Size:
-    """What makes a row of a table: a width; of losses rows too; of rotary positions the heads and their width."""
+    """What makes a row of a table: a width; of losses rows too, of modulated norms the tokens of a sample; of rotary positions
+    the heads and their width."""
     if "heads" in record:
         return record["heads"], record["kv_heads"], record["D"]
+    if "tokens" in record:
+        return record["tokens"], record["N"]
     return (record["M"], record["N"]) if "dtype" in record else (record["N"],)
 
 
@@ -69,7 +74,7 @@ def markdown(file: File) -> str:
         sizes = sorted({size_of(record) for record in of})
         if sizes:
             words = {BOTH: "forward and backward"}.get(direction, direction)
-            what = {1: "N", 2: "M × N", 3: "heads"}[len(sizes[0])]
+            what = {1: "N", 2: "tokens × N" if "tokens" in of[0] else "M × N", 3: "heads"}[len(sizes[0])]
             cases = {record["case"] for record in of}
             columns = {LABELS[name]: (name, direction) for name in LABELS if name in cases}
             parts.append(_table(of, f"{words}, {what} =", columns, sizes))

@@ -73,10 +73,10 @@ def cell_of(options: argparse.Namespace, parallel: str, ranks: int) -> tuple[Rec
         ConfigError: a key, a value or a combination that can't be used.
     """
     keys = [*KEYS[options.device.type], *options.keys]
-    batch_size = configs.compose_only(keys).train.batch_size
+    batch_size = configs.compose_only(keys, configs.Config).train.batch_size
     keys += [f"device={options.device.type}", f"parallel={parallel}", f"train.batch_size={batch_size * ranks}"]
     keys += [f"train.steps={options.warm_up + options.steps}"]
-    cfg = configs.compose_only(keys)
+    cfg = configs.compose_only(keys, configs.Config)
     on = replace(machine.inspect(cfg.device), ranks=ranks, by_torchrun=True)
     rules.check(cfg, on)
     # without NCCL_VERSION: NVIDIA's images set that, and it is not the version in use

@@ -59,7 +59,7 @@ def main(answer: str, warm_up: str, *keys: str) -> None:
     """answer: where the first rank writes what it found."""
     world = join()
     use_one_thread()
-    found = step_times(configs.compose_only(keys), int(warm_up), world)
+    found = step_times(configs.compose_only(keys, Config), int(warm_up), world)
     if world.leads:
         Path(answer).write_text(json.dumps(found))
     world.leave(0)

@@ -21,12 +21,12 @@ from scipy import stats
 
 from benchmarks import command
 from benchmarks.command import Record
-from configs import Config
 from measure.differences import LEVEL, holm
 from measure.progress import progress
 from measure.tables import compact_markdown
 from study.analysis import Report, analyse
 from study.arms import Arm, Study
+from study.config import Config
 from study.plan import make_all
 from study.runs import Found, Result
 

@@ -6,10 +6,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
 import yaml
@@ -25,50 +25,62 @@ from configs import keys, machine, rules
 from configs.keys import ConfigError
 from configs.schema import Choice, Config
 
-# config.yaml starts from this node, so that OmegaConf checks all that it and the groups set against the dataclasses.
-ConfigStore.instance().store(name="schema", node=Config)
+# train.yaml starts from this node, so that OmegaConf checks all that it and the groups set against the dataclasses; ablate.yaml
+# and compare.yaml start from theirs.
+ConfigStore.instance().store(name="train_schema", node=Config)
 
 
-def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Config:
-    """The config of `python train.py <overrides>`, checked against the machine `on` (default: this one).
+Of = TypeVar("Of", bound=Config)
+
+
+def load(overrides: Sequence[str] = (), on: machine.Machine | None = None, of: type[Config] = Config) -> Config:
+    """The config of `python train.py <overrides>`, or of the program of `of`, checked against the machine `on` (default: this).
 
     Raises:
         ConfigError: a name, a value or a combination that can't be used.
     """
-    [cfg] = check_jobs([overrides], compose_only, on=on)
+    [cfg] = check_jobs([overrides], lambda job: compose_only(job, of), on)
     return cfg
 
 
-def compose_only(overrides: Sequence[str] = ()) -> Config:
+def compose_only(overrides: Sequence[str], of: type[Of]) -> Of:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine.
 
     Within a program of `hydra.main` it has the search path of that one, with --config-dir.
     """
     running = GlobalHydra.instance().is_initialized()
-    with explained(), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
-        return typed(hydra.compose("config", list(overrides)), overrides)
+    with explained(of), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
+        return typed(hydra.compose(of.program, list(overrides)), overrides, of)
 
 
-def typed(composed: DictConfig, overrides: Sequence[str]) -> Config:
+def typed(composed: DictConfig, overrides: Sequence[str], of: type[Of]) -> Of:
     """What Hydra composed of overrides, as values of the schema's types; what a command interpolates is resolved here, and
-    nowhere else."""
-    parse(overrides)
-    with explained():
-        plain: dict[str, Any] = {str(name): of for name, of in composed.items() if name != "hydra"}
-        plain |= {name: OmegaConf.to_container(of, resolve=True) for name, of in plain.items() if OmegaConf.is_config(of)}
-    return from_dict(plain)
+    nowhere else. Values that follow from others get theirs, which the config.yaml of a run then has."""
+    check_text(overrides, of)
+    sections, known = keys.sections(of), keys.schema(of)
+    found = [f"{name}.{key}" for name in sections for key in composed[name]]
+    found += [str(name) for name in composed if name not in (*sections, "hydra")]
+    if added := [name for name in found if name not in known]:  # by +key=value
+        raise keys.unknown_key(added[0], of)
+    with explained(of):
+        values: dict[str, Any] = {field.name: composed[field.name] for field in fields(of)}
+        values |= {name: OmegaConf.to_object(one) for name, one in values.items() if OmegaConf.is_config(one)}
+    cfg = of(**values)
+    if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
+        cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
+    cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
+    cfg.resume = str(machine.expanded(cfg.resume))
+    cfg.data.name = cfg.data.called
+    return cfg
 
 
 def check_jobs(
-    jobs: Sequence[Sequence[str]],
-    composed: Callable[[Sequence[str]], Config],
-    program: str = "",
-    on: machine.Machine | None = None,
+    jobs: Sequence[Sequence[str]], composed: Callable[[Sequence[str]], Config], on: machine.Machine | None = None
 ) -> list[Config]:
     """The configs of the jobs of one command, each given by its overrides.
 
     Raises:
-        ConfigError: a job can't start, or a key that they have does nothing in any of them, or is not of `program`.
+        ConfigError: a job can't start, or a key that they have does nothing in any of them.
     """
     found = []
     for job in jobs:
@@ -79,7 +91,7 @@ def check_jobs(
         except ConfigError as error:
             raise ConfigError(f"{error}\n(in the job {' '.join(job)})") if len(jobs) > 1 else error from None
     if all(cfg.resume in ("never", "auto") for cfg in found):
-        rules.check_given((name for job in jobs for name in given(job)), found, program)
+        rules.check_given((name for job in jobs for name in given(job)), found)
     return found
 
 
@@ -87,26 +99,30 @@ def check_jobs(
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, as Hydra reads them. Raises ConfigError for a number, true or None as a text: Hydra would make 20240105 of
-    2024_01_05, and a name of None."""
+    """The overrides, as Hydra reads them."""
     with explained():
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    for one in parsed:
+        return OverridesParser.create().parse_overrides(list(overrides))
+
+
+def check_text(overrides: Sequence[str], of: type[Config]) -> None:
+    """Raises ConfigError for a number, true or None as a text: Hydra would make 20240105 of 2024_01_05, and a name of None."""
+    known = keys.schema(of)
+    for one in parse(overrides):
         for name, value in _values(one).items():
-            is_text = name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None)
+            key = known.get(name)
+            is_text = key and key.type in (str, str | None, list[str], list[str] | None)
             numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
-            if is_text and (numbers or str(one.input_line).endswith("=None")):
+            if key and is_text and (numbers or str(one.input_line).endswith("=None")):
                 raise ConfigError(
-                    f"{one.input_line}: takes text ({keys.schema()[name].metadata['meaning']}). Text that looks like a number, "
-                    f"""true or None needs quotes, as in '{name}="TEXT"'. null is no text."""
+                    f"{one.input_line}: takes text ({key.metadata['meaning']}). Text that looks like a number, true or None "
+                    f"""needs quotes, as in '{name}="TEXT"'. null is no text."""
                 )
-    return parsed
 
 
 def _values(one: Override) -> dict[str, Any]:
     """What an override gives, by key: section={key: value, …} several. The values of a sweep are parsed again for each job."""
     name, value = one.key_or_group, one.value()
-    if isinstance(value, dict) and name not in keys.schema():
+    if isinstance(value, dict):
         return {f"{name}.{key}": of for key, of in value.items()}
     return {name: value}
 
@@ -163,28 +179,21 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: an unknown key, a value of a wrong type, or an override of a whole group.
     """
-    parsed = parse(overrides)
-    for one in parsed:
-        if one.key_or_group in keys.GROUPS:
-            raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
     with explained():
         config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
-        for one in parsed:
+        for one in parse(overrides):
+            if one.key_or_group in keys.GROUPS:
+                raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
             OmegaConf.update(config, one.key_or_group, one.value())
-        cfg = OmegaConf.to_object(config)
-    assert isinstance(cfg, Config)
-    # values that follow from others, which the config.yaml of a run then has
-    if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
-        cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
-    cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
-    cfg.resume = str(machine.expanded(cfg.resume))
-    cfg.data.name = cfg.data.called
-    return cfg
+    assert isinstance(config, DictConfig)
+    return typed(config, overrides, Config)
 
 
 def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:
     """The plain config of an older run under the keys of this version."""
     given = deepcopy(given)
+    given.pop("ablate", None)
+    given.pop("compare", None)
     given.get("data", {}).pop("processes", None)
     given.get("checkpoint", {}).pop("background", None)
     compiled = given.get("train", {}).pop("compile_loss", None)
@@ -217,8 +226,9 @@ def read_yaml(path: Path) -> Config:
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Raises an error of Hydra or OmegaConf as a ConfigError: its first sentence with the key, or the nearest valid name."""
+def explained(of: type[Config] = Config) -> Iterator[None]:
+    """Raises an error of Hydra or OmegaConf as a ConfigError: its first sentence with the key, or the nearest valid name of the
+    keys of `of`."""
     try:
         yield
     except OverrideParseException as error:
@@ -237,7 +247,7 @@ def explained() -> Iterator[None]:
         if not key:
             raise ConfigError(str(error)) from error
         if isinstance(cause, ConfigAttributeError | ConfigKeyError) and not key.startswith("hydra"):
-            raise keys.unknown_key(key) from error
+            raise keys.unknown_key(key, of) from error
         list_ = " Write a list as '[a,b]', with quotes for the shell." if "ListConfig" in said else ""
         raise ConfigError(f"{key}: {said}.{list_}") from error
     except yaml.YAMLError as error:  # which names the file

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -38,14 +37,18 @@ def as_config_errors(argument: str = "") -> Iterator[None]:
         raise ConfigError(f"{where}: {why}" if where else why) from error
 
 
-@cache
-def schema() -> dict[str, Field]:
+def schema(of: type[Config] = Config) -> dict[str, Field]:
     """The field of every key by the key's dotted name, in the order of declaration. `metadata` has its meaning and limits."""
     found: dict[str, Field] = {}
-    for field in fields(Config):
+    for field in fields(of):
         inner = {f"{field.name}.{key.name}": key for key in fields(field.type)} if is_dataclass(field.type) else {}
         found |= inner or {field.name: field}
     return found
+
+
+def sections(of: type[Config]) -> list[str]:
+    """The names before the dots."""
+    return [field.name for field in fields(of) if is_dataclass(field.type)]
 
 
 def affecting(*what: Affects) -> list[str]:
@@ -53,35 +56,39 @@ def affecting(*what: Affects) -> list[str]:
     return [name for name, key in schema().items() if key.metadata["affects"] in what]
 
 
-@cache
-def conditions(name: str) -> list[list[tuple[str, bool, list[Any]]]]:
+def conditions(name: str, of: type[Config] = Config) -> list[list[tuple[str, bool, list[Any]]]]:
     """Where a key counts, as its declaration says: alternatives of (other key, whether it has one of the values, values)."""
 
     def read(text: str) -> tuple[str, bool, list[Any]]:
         other, _, values = text.partition("=")
         beside = f"{name.rpartition('.')[0]}.{other.rstrip('!')}"
-        known = beside if beside in schema() else other.rstrip("!")
+        known = beside if beside in schema(of) else other.rstrip("!")
         return known, not other.endswith("!"), [yaml.safe_load(value) for value in values.split(",")]
 
-    return [[read(text) for text in each.split()] for each in schema()[name].metadata["only"].split("|")]
+    return [[read(text) for text in each.split()] for each in schema(of)[name].metadata["only"].split("|")]
 
 
 def unmet(name: str, cfg: Config) -> list[str]:
     """The keys whose values make a key count for nothing in this config, as key=value. Empty if it counts."""
     wrong = [
         [f"{other}={shown(value)}" for other, has, among in each if ((value := attrgetter(other)(cfg)) in among) is not has]
-        for each in conditions(name)
+        for each in conditions(name, type(cfg))
     ]
     return [] if [] in wrong else list(chain(*wrong))
 
 
-def only(name: str) -> str:
+def only(name: str, cfg: Config) -> str:
     """Where a key counts, in words; empty if it always does."""
     words = {True: "{}={}", False: "{} other than {}"}
     return ", or ".join(
         " and ".join(words[has].format(other, " or ".join(map(shown, among))) for other, has, among in each)
-        for each in conditions(name)
+        for each in conditions(name, type(cfg))
     )
+
+
+def limits(key: Field) -> str:
+    """Which numbers a key takes, in words; empty if any."""
+    return " and ".join(f"{word.replace('_', ' ')} {limit}" for word, limit in key.metadata["limits"].items())
 
 
 # ---- for people --------------------------------------------------------------------------------------------------------------
@@ -95,10 +102,11 @@ def help_text(cfg: Config) -> str:
 def describe(cfg: Config, section: str = "") -> str:
     """Every key, or those of one section, with its value and its meaning; under a key with choices, each with its meaning."""
     lines: dict[str, list[str]] = {}
-    for name, key in schema().items():
+    for name, key in schema(type(cfg)).items():
         own = lines.setdefault(name.rpartition(".")[0], [""])
-        needs = f"with {only(name)}: " if only(name) else ""
-        own.append(f"  {f'{name}={shown(attrgetter(name)(cfg))}':<33}  {needs}{key.metadata['meaning']}")
+        needs = f"with {words}: " if (words := only(name, cfg)) else ""
+        takes = f" ({words})" if (words := limits(key)) else ""
+        own.append(f"  {f'{name}={shown(attrgetter(name)(cfg))}':<33}  {needs}{key.metadata['meaning']}{takes}")
         wide = max(map(len, choices(key)), default=0)
         own += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in choices(key).items()]
     return "\n".join(lines[section] if section else chain(*lines.values())) + "\n"
@@ -110,17 +118,17 @@ def choices(key: Field) -> dict[str, str]:
     return {choice.value: choice.meaning for choice in kind} if isinstance(kind, type) and issubclass(kind, Choice) else {}
 
 
-def unknown_key(name: str) -> ConfigError:
+def unknown_key(name: str, of: type[Config]) -> ConfigError:
     """The error for a key that does not exist, with the name that was probably meant and the keys beside it."""
     if name in GROUPS:  # Hydra puts what a file of the group has under the group's name, unless it begins so
         return ConfigError(f"{name} is a group. Begin your own file of it with the line `# @package _global_`.")
     section, _, leaf = name.rpartition(".")
-    beside = [key for key in schema() if key.startswith(f"{section}.")]
+    beside = [key for key in schema(of) if key.startswith(f"{section}.")]
     # the same name in another section (`lr` → `optim.lr`), or else one that is written alike
-    twin = next((f" Did you mean {key}?" for key in schema() if key.endswith(f".{leaf}")), "")
-    near = twin or did_you_mean(name, [*schema(), *GROUPS])
+    twin = next((f" Did you mean {key}?" for key in schema(of) if key.endswith(f".{leaf}")), "")
+    near = twin or did_you_mean(name, [*schema(of), *sections(of), *GROUPS])
     others = f" Keys of {section}: {', '.join(beside)}." if beside else ""
-    return ConfigError(f"{name}: no such key.{near}{others} `python train.py --help` lists all keys.")
+    return ConfigError(f"{name}: no such key.{near}{others} `python {of.program}.py --help` lists all keys.")
 
 
 def did_you_mean(name: str, among: Sequence[str]) -> str:

@@ -16,14 +16,6 @@ from configs.keys import ConfigError
 from configs.machine import Machine
 from configs.schema import Config
 
-NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
-NOT_IN_ABLATE = {  # the keys that ablate.py refuses, and why
-    "train.compile": "is compared too. Use ablate.compile=true.",
-    "train.graph": "is compared too. Use ablate.graph=true.",
-    "deterministic": "would change the operators. Leave it out.",
-    "profile": "is done by ablate.py itself, for each cell on a GPU. Leave it out.",
-}
-
 
 def check(cfg: Config, machine: Machine) -> None:
     """Passes a config that can run on `machine`.
@@ -35,38 +27,18 @@ def check(cfg: Config, machine: Machine) -> None:
     _raise_if(_broken(cfg, machine))
 
 
-def check_given(names: Iterable[str], cfgs: Sequence[Config], program: str = "") -> None:
+def check_given(names: Iterable[str], cfgs: Sequence[Config]) -> None:
     """Raises ConfigError, one line a key, for keys that a command gives and that do nothing in any of its configs.
 
     Args:
         names: of the command's overrides. null is no value to give, and passes.
-        program: that has the command; others have keys of their own, in a section of their name. Empty: any.
     """
-    broken = []
+    broken, known = [], keys.schema(type(cfgs[0]))
     for name in dict.fromkeys(names):
-        reader = {"ablate": "ablate.py", "compare": "compare.py", "study": "compare.py"}.get(name.partition(".")[0])
-        if reader and program not in ("", reader):
-            broken.append(f"{name} is read only by {reader}. Leave it out.")
-        elif name in keys.schema() and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
+        if name in known and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
             here = ", ".join(keys.unmet(name, cfgs[0]))
-            broken.append(f"{name} is read only with {keys.only(name)}; here {here}. Leave it out.")
+            broken.append(f"{name} is read only with {keys.only(name, cfgs[0])}; here {here}. Leave it out.")
     _raise_if(broken)
-
-
-def check_ablation(cfg: Config, names: Iterable[str]) -> None:
-    """Raises ConfigError: a command of `python ablate.py` gives keys, `names`, that it sets itself or has no use for, or arms
-    that it can't compare."""
-    refused = NOT_IN_ABLATE | {cfg.ablate.switch.key: "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
-    _raise_if(f"{name} {refused[name]}" for name in names if name in refused)
-    arms, known = cfg.ablate.arms, [*cfg.ablate.switch.impls, NANOGPT]
-    given = f"ablate.arms=[{','.join(arms)}]"
-    if unknown := [arm for arm in arms if arm not in known]:
-        mean = keys.did_you_mean(unknown[0], known)
-        raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")
-    if "torch" not in arms or not set(arms) - {"torch", NANOGPT} or len(set(arms)) < len(arms):
-        raise ConfigError(f"{given}: needs torch, the control, and another value of {cfg.ablate.switch.key}, each once.")
-    if (NANOGPT in arms) != bool(cfg.ablate.nanogpt):
-        raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")
 
 
 def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) -> list[str]:
@@ -129,15 +101,14 @@ def _raise_if(broken: Iterable[str]) -> None:
 def out_of_range(cfg: Config) -> Iterator[str]:
     """What is wrong with values on their own, a line each."""
     holds = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
-    for name, key in keys.schema().items():
+    for name, key in keys.schema(type(cfg)).items():
         value, limits = attrgetter(name)(cfg), key.metadata["limits"]
         if isinstance(value, float) and not isfinite(value):
             yield f"{name}={value}: must be finite."
         elif value is not None and not all(holds[word](value, limit) for word, limit in limits.items()):
-            bounds = " and ".join(f"{word.replace('_', ' ')} {limit}" for word, limit in limits.items())
-            yield f"{name}={value}: must be {bounds}."
+            yield f"{name}={value}: must be {keys.limits(key)}."
         elif key.metadata["needed"] and not value and not keys.unmet(name, cfg):
-            yield f"{keys.only(name)} needs {name}: {key.metadata['meaning']}."
+            yield f"{keys.only(name, cfg)} needs {name}: {key.metadata['meaning']}."
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:

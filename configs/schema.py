@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 class Choice(StrEnum):
@@ -342,7 +342,7 @@ class WithoutKey(Choice):
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode | None = key(None, "null: WANDB_MODE, or offline", "nothing", only="compare.sizes={} | wandb=disabled")
+    wandb: WandbMode | None = key(None, "null: WANDB_MODE, or offline", "nothing")
     without_key: WithoutKey = key(
         WithoutKey.offline, "if there is no API key or no answer", "nothing", only="wandb=null,online"
     )
@@ -354,58 +354,6 @@ class LoggingConfig:
     name: str | None = key(None, "W&B name, and end of the folder's; null: WANDB_NAME, or the folder's name", "nothing")
     tags: list[str] | None = key(None, "W&B tags beside the norm's; null: WANDB_TAGS", "nothing", only="wandb!=disabled")
     every: int = key(10, "steps between lines of metrics", "speed", at_least=1)
-
-
-class Switch(Choice):
-    norm = "norm", "norm.impl, what runs at the norm sites"
-    loss = "loss", "loss.impl, what computes the loss"
-    mlp = "mlp", "mlp.impl, what computes the activation of the MLPs"
-
-    @property
-    def key(self) -> str:
-        return f"{self}.impl"
-
-    @property
-    def impls(self) -> type[Choice]:
-        return {Switch.norm: NormImpl, Switch.loss: LossImpl, Switch.mlp: MlpImpl}[self]
-
-
-@dataclass
-class AblateConfig:
-    """python ablate.py; train.py has no use for it."""
-
-    switch: Switch = key(Switch.norm, "whose impl is compared; the others are held fixed", "nothing")
-    arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; two are timed twice (A/A)", "nothing")
-    nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose step is timed too", "nothing")
-    cycles: int = key(12, "cycles of two blocks per arm; a multiple of the arms favours none", "nothing", at_least=6)
-    block_steps: int | None = key(None, "steps of a block, after one uncounted; null: 250 ms", "nothing", at_least=1)
-    warmup_steps: int = key(3, "steps before the first block of an arm", "nothing", at_least=1)
-    compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", "nothing")
-    eager: bool = key(True, "false: compiled cells alone; needs ablate.compile=true, or a GPU", "nothing")
-    graph: bool | None = key(None, "true: as one CUDA graph too; null: on a GPU if a step is short", "nothing")
-    processes: int = key(1, "processes, one after the other, whose variation enters intervals", "nothing", at_least=1)
-    parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", "nothing", at_least=0)
-    parity_steps: int = key(10, "optimizer steps of a parity run", "nothing", at_least=1)
-
-
-@dataclass
-class CompareConfig:
-    """python compare.py; train.py has no use for it."""
-
-    claim: str | None = key(None, "what a study is about, for its report", "nothing")
-    source: str | None = key(None, "who says so", "nothing")
-    limits: str | None = key(None, "what the study can't say", "nothing")
-    arguments: list[str] = key(list, "key=value of all arms, such as optim.lr=1e-3,3e-3", "nothing")
-    arms: dict[str, list[str]] = key(dict, "key=value of each arm, by its name", "nothing")
-    sizes: dict[str, list[str]] = key(dict, "key=value of each size of a ladder", "nothing")
-    baseline: str | None = key(None, "the arm that the others are compared with; null: the first", "nothing")
-    diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", "nothing", above=0)
-    fresh: int = key(8, "seeds at each arm's best rate, which had no part in its choice; 0: no verdict", "nothing", at_least=0)
-    race_steps: int | None = key(None, "steps after which two rates go on; null: steps / 10; 0: all do", "nothing", at_least=0)
-    equal_time: bool = key(False, "train slower arms again, to end when the fastest ends", "nothing", only="sizes={}")
-    all_pairs: bool = key(False, "ask whether each pair of arms differs, not the baseline's alone", "nothing", only="sizes={}")
-    probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", "nothing", at_least=0)
-    timing_cycles: int | None = key(None, "timing cycles; null: 6, 0 on a CPU", "nothing", only="sizes={}", at_least=0)
 
 
 class Parallel(Choice):
@@ -423,6 +371,9 @@ class DeviceKind(Choice):
 
 @dataclass
 class Config:
+    """All keys of train.py. ablate.py and compare.py add a section of their own, in a class derived from this one."""
+
+    program: ClassVar[str] = "train"
     norm: NormConfig = field(default_factory=NormConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     mlp: MlpConfig = field(default_factory=MlpConfig)
@@ -435,8 +386,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    ablate: AblateConfig = field(default_factory=AblateConfig)
-    compare: CompareConfig = field(default_factory=CompareConfig)
     device: DeviceKind = key(DeviceKind.auto, "device that computes", "speed")
     parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work", "speed")
     seed: int = key(1, "seed of initial weights, batches, dropout and the sample", "results", at_least=0, below=2**63)

@@ -82,8 +82,8 @@ def fast_encoder(library: tokenizers.Tokenizer, described: dict[str, Any]) -> Ca
 
     import tiktoken  # where it is needed: a start from the cache does without
 
-    # Its regex engine tries alternatives one by one, each by a search of its own, if one of them looks ahead. Those in front of
-    # that one become one alternative: in half the time the same match, as the first that matches is taken.
+    # The regex engine tries alternatives one by one, each by a search of its own, where one of them looks ahead. Those in front
+    # of it become one alternative, which takes half the time. The match is the same, as it is of the first that matches.
     pattern = re.sub(r"^(.+?)(?=\|\\s\+\(\?!)", r"(?:\1)", pattern)
     # without a special token tiktoken would look for an empty one at each byte, which takes as long as the rest
     special = {"<|endoftext|>": len(ranks)}

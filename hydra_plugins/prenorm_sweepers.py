@@ -9,7 +9,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from configs import ConfigError, compose, machine
+from configs import Config, ConfigError, compose, machine
 
 
 class Together(Sweeper):
@@ -44,7 +44,7 @@ class Checked(Together):
         exclude = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(fixed))}]"
         config.hydra.overrides.hydra.append(exclude)
         load = self._given["hydra_context"].config_loader.load_sweep_config
-        compose.check_jobs(jobs, lambda job: compose.typed(load(config, job), job), "train.py")
+        compose.check_jobs(jobs, lambda job: compose.typed(load(config, job), job, Config))
         results, failed = Plugins.instance().instantiate_launcher(**self._given).launch(jobs, initial_job_idx=0), []
         for result in results:
             try:

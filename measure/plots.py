@@ -96,16 +96,17 @@ def rows(groups: Sequence[tuple[str, Sequence[str]]], panels: int = 1) -> tuple[
     Returns:
         The figure, its panels side by side, and the heights of the rows.
     """
-    heights, titles, y = list[float](), list[float](), 0.0
+    heights, titles, y = list[float](), dict[float, str](), 0.0
     for title, members in groups:
-        titles.append(y)
-        y += bool(title)
+        if title:
+            titles[y] = title
+            y += 1
         heights += [y + at for at in range(len(members))]
         y += len(members) + 0.3
     figure, (grid,) = pyplot.subplots(1, panels, figsize=(8.4, 1.2 + 0.21 * y), sharey=True, squeeze=False)
     grid[0].set_yticks(heights, [NAMES.get(member, member) for _, members in groups for member in members])
     grid[0].set_ylim(y - 0.6, -0.6)
-    for (title, _), height in zip(groups, titles, strict=True):
+    for height, title in titles.items():
         grid[0].text(0.005, height, title, transform=grid[0].get_yaxis_transform(), va="center", fontsize=8, fontweight="bold")
     for axes in grid:
         bare(axes, "x")

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from measure.graph import captured, waits
 from measure.statistics import LEAST_SAMPLES, paired_ratio, spread
 
 MOST_SETS = 512  # in a graph: below 0.5 MB a set, sets are not cold, and launches are what is timed
@@ -167,7 +168,7 @@ class _Timer:
 
     def __init__(self, device: torch.device, graphs: bool) -> None:
         self.device, self.graphs = device, graphs
-        self._pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
+        self._pool: Any = None  # of all graphs: they reuse its memory, since none reads what another wrote
 
     @contextmanager
     def elsewhere(self, blocks: int) -> Iterator[None]:
@@ -188,18 +189,18 @@ class _Timer:
             for call in calls:
                 call()
 
-        waits = self.graphs and waits_for_device(calls[0])
-        if waits or not self.graphs:
-            return run, waits
+        if not self.graphs:
+            return run, False
+        with waits() as found:
+            calls[0]()
+        if found:
+            return run, True
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream(self.device)):
-            outputs = [call() for call in calls]
-        del outputs
-        self._pool = self._pool or graph.pool()
-        graph.replay()
+        replay = captured(lambda: [call() for call in calls], self._pool)  # a list, so that no two outputs have one place
+        replay()
         torch.cuda.synchronize(self.device)
-        return graph.replay, False
+        return replay, False
 
     def time_ms(self, run: Call, repeats: int) -> float:
         if not self.graphs:
@@ -216,18 +217,3 @@ class _Timer:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end)
-
-
-def waits_for_device(call: Call) -> bool:
-    """Whether a call on a GPU waits for it. Asked before a capture, because one that fails breaks all later ones."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    except RuntimeError as error:
-        if "synchronizing CUDA operation" not in str(error):
-            raise
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return False

@@ -18,9 +18,11 @@ from .adopt import (
     restore_rotary,
 )  # fmt: skip
 from .dropout import dropout_mask, seeded_dropout
+from .gated import GatedRMSNorm, gated_rms_norm_fn
 from .kernels import backend_for
 from .linear import layer_norm_linear_fn
 from .loss import cross_entropy_fn, linear_cross_entropy_fn
+from .modulated import ModulatedNorm, modulated_norm_fn
 from .modules import LayerNorm, RMSNorm
 from .norm import layer_norm_fn, norm_fn, rms_norm_fn
 from .reference import Norm
@@ -31,7 +33,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adoption",
+    "GatedRMSNorm",
     "LayerNorm",
+    "ModulatedNorm",
     "Norm",
     "RMSNorm",
     "activation_fn",
@@ -41,10 +45,12 @@ __all__ = [
     "dropout_mask",
     "fuse_prenorm_block",
     "gated_activation_fn",
+    "gated_rms_norm_fn",
     "layer_norm_fn",
     "layer_norm_linear_fn",
     "linear_cross_entropy_fn",
     "log_softmax_fn",
+    "modulated_norm_fn",
     "norm_fn",
     "replace_loss",
     "replace_mlps",

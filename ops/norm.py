@@ -561,10 +561,10 @@ def forward(of: Inputs, o: Options) -> Callable[..., tuple]:
     rows = (of.x, of.residual, of.x1)
     weights = [getattr(of, name) for name in WEIGHTS]
     work = Work(
-        vector=_vector(*rows, o.out_dtype, o.residual_dtype),
-        row_bytes=_bytes(*rows),
+        vector=vector_of(*rows, o.out_dtype, o.residual_dtype),
+        row_bytes=bytes_of(*rows),
         weights=sum(weight is not None for weight in weights),
-        weight_bytes=_bytes(*weights),
+        weight_bytes=bytes_of(*weights),
         drops=o.dropout_p > 0,
     )
     facts = kit.device_facts(device)
@@ -594,17 +594,17 @@ def forward(of: Inputs, o: Options) -> Callable[..., tuple]:
 def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
     """Like `forward`, of BackwardInputs; returns the gradients that are asked for, in the places of Gradients."""
     kernels, r = kit.kernels("backward"), _of_rows(of)
-    finishing, exchange = kit.kernels("weight_gradients"), kit.kernels("exchange")
+    exchange = kit.kernels("exchange")
     norm, branch_norm, N, device = o.norm, o.branch_norm, r.shape[-1], r.device
     wanted = kit.kernels("rows").Weights(*[getattr(asked, f"d{name}") is not None for name in WEIGHTS])
     reads_r = bool(norm != Norm.none or wanted.weight or wanted.weight1)
     rows = (of.dy, of.dy1, of.dr, r if reads_r else None, of.x, of.x1)
     written = (asked.dz, asked.dx, asked.dx1)
     work = Work(
-        vector=_vector(*rows, *written),
-        row_bytes=_bytes(*rows),
+        vector=vector_of(*rows, *written),
+        row_bytes=bytes_of(*rows),
         weights=(1 + norm.has_bias) * reads_r * (1 if of.dy1 is None else 2) + (1 + branch_norm.has_bias) * o.branch,
-        written_bytes=_bytes(*written),
+        written_bytes=bytes_of(*written),
         branch=o.branch,
         # The sums over a row that its programs would exchange are those of one norm with a statistic.
         splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None and norm.statistics > 0,
@@ -620,19 +620,12 @@ def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
         launch_cooperative_grid=cooperative, maxnreg=most,
     )  # fmt: skip
     most_groups = facts.multiprocessors * tile.programs_per_sm // tile.slices
-    # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
-    block_p = min(512, 1 << (max(1, most_groups) - 1).bit_length())
-    block_n = max(8, min(256, 4096 // block_p))
-    pdl = facts.since_sm_90 or None
-    finish = kit.Launcher(
-        finishing.finish_weight_gradients_kernel, finishing.WeightGradients, device, num_warps=4, launch_pdl=pdl
-    )
     sums = sum(wanted)
+    finish = finishing(device, N, sums, most_groups)
     scalars = norm.scalars * (asked.dscalars is not None)
     scalars += branch_norm.scalars * (asked.dbranch_scalars is not None)
 
     numbers = (*_dropout_numbers(o), variant)
-    finish_blocks, finish_numbers = sums * -(-N // block_n), (block_p, block_n, facts.since_sm_90)
     rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
     board_words = index(exchange.RING) * exchange.turn_words(slices)
     names = names_of(asked)
@@ -659,7 +652,7 @@ def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
         tensors = (*b[:-1], *written[:7], partials, scalar_partials, board)
         start(groups * slices, tensors, b[-1], M, tiles, *numbers)
         if sums:
-            finish(finish_blocks, (partials, *written[7:]), groups, N, *finish_numbers)
+            finish(groups, (partials, *written[7:]))
         if scalar_partials is not None:
             totals = scalar_partials.sum(0)
             for scalar, part in ((written[5], totals[: norm.scalars]), (written[6], totals[-branch_norm.scalars :])):
@@ -668,6 +661,21 @@ def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
         return written
 
     return run
+
+
+def finishing(device: torch.device, N: int, sums: int, most_groups: int) -> Callable[[int, tuple], None]:
+    """A function of how many groups of programs there are, and of the fields of `weight_gradients.WeightGradients`: it adds up
+    the partial sums of `sums` gradients of N columns."""
+    kernels, facts = kit.kernels("weight_gradients"), kit.device_facts(device)
+    # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
+    block_p = min(512, 1 << (max(1, most_groups) - 1).bit_length())
+    block_n = max(8, min(256, 4096 // block_p))
+    launch = kit.Launcher(
+        kernels.finish_weight_gradients_kernel, kernels.WeightGradients, device, num_warps=4,
+        launch_pdl=facts.since_sm_90 or None,
+    )  # fmt: skip
+    blocks = sums * -(-N // block_n)
+    return lambda groups, tensors: launch(blocks, tensors, groups, N, block_p, block_n, facts.since_sm_90)
 
 
 def _dropout_numbers(o: Options) -> tuple[int, float]:
@@ -690,10 +698,10 @@ def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
     )
 
 
-def _vector(*of: Any) -> int:
+def vector_of(*of: Any) -> int:
     """Elements in 16 bytes of the widest; of: tensors or dtypes."""
     return 16 // max(t.itemsize for t in of if t is not None)
 
 
-def _bytes(*of: Any) -> int:
+def bytes_of(*of: Any) -> int:
     return sum(t.itemsize for t in of if t is not None)

@@ -9,11 +9,12 @@ from sysconfig import get_path
 from typing import Any
 
 import configs
-from configs import Config, ConfigError, keys, machine, rules
-from configs.schema import CUDA_GRAPHS, Parallel, Precision
+from configs import ConfigError, keys, machine, rules
+from configs.schema import CUDA_GRAPHS, Parallel, Precision, WandbMode
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
 from model import GPT
+from study.config import Config
 from training.tracking import with_defaults
 
 RATE, SEED = "optim.lr", "seed"
@@ -86,7 +87,7 @@ class Study:
 
 def sizes_of(arguments: Sequence[str]) -> list[str]:
     """The sizes of the named study, if it is a ladder. Raises ConfigError for fewer than four."""
-    sizes = list(configs.compose_only(_named(arguments)).compare.sizes)
+    sizes = list(configs.compose_only(_named(arguments), Config).compare.sizes)
     if 0 < len(sizes) < 4:
         raise ConfigError(f"compare.sizes has {', '.join(sizes)}. A law through three sizes predicts a fourth: give four.")
     return sizes
@@ -107,7 +108,7 @@ def study_of(arguments: Sequence[str], size: str = "") -> Study:
         ConfigError: a name, a value or a combination that can't be used, or a key that a comparison has no use for.
     """
     named = _named(arguments)
-    found, given = configs.compose_only(named).compare, [text for text in arguments if text not in named]
+    found, given = configs.compose_only(named, Config).compare, [text for text in arguments if text not in named]
     own = [text.replace(PACKAGES, get_path("purelib")) for text in [*found.arguments, *(found.sizes[size] if size else [])]]
     # of a key that comes twice, the last
     parsed = {one.get_key_element(): str(one.input_line) for one in configs.parse([*own, *given])}
@@ -122,12 +123,14 @@ def study_of(arguments: Sequence[str], size: str = "") -> Study:
         for job in configs.jobs([*named, *parsed.values(), *more]):
             label = " ".join([*([name] if name else []), *(text for text in job if text.partition("=")[0] in swept)])
             label = label or "this configuration"
-            if arms.setdefault(label, cfg := configs.compose_only(job)) != cfg:
+            if arms.setdefault(label, cfg := configs.compose_only(job, Config)) != cfg:
                 raise ConfigError(f"{label}: two arms have this name. List their keys under different names, or sweep them.")
     words = {name: " ".join(text.split()) for name in WORDS if (text := getattr(found, name))}
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]
-    rules.check_given(configs.given(given), list(arms.values()), "compare.py")
+    rules.check_given(configs.given(given), list(arms.values()))
+    if size and "logging.wandb" in configs.given(given) and first.logging.wandb is not WandbMode.disabled:
+        raise ConfigError(f"logging.wandb={first.logging.wandb}: compare.sizes is in no W&B run. Leave it out.")
     return _checked(Study(made, rates or [first.optim.lr], seeds or [first.seed], words))
 
 

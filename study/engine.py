@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs import Config, rules
+from configs import rules
 from configs.machine import Machine
 from data import Batches, Corpus
 from model import GPT
+from study.config import Config
 from training import export
 from training.build import build
 from training.evaluation import Evaluation

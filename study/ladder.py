@@ -17,8 +17,8 @@ import torch
 from measure.statistics import RESAMPLES, Interval
 from measure.tables import document, interval_text, listed, markdown
 from model import GPT
-from study.arms import Arm
-from study.plan import make_all
+from study import plan
+from study.arms import Arm, Study
 from study.runs import FRESH, SEARCH, Runs
 
 EXPONENTS = np.linspace(0.02, 1.0, 99)
@@ -39,10 +39,16 @@ class Rung:
 Climbed = dict[str, list[Rung]]  # by arm, the smallest first
 
 
+def least_runs(studies: Sequence[Study]) -> int:
+    """The runs of `climb` for the studies of all sizes, without those that the search of the first adds by what it finds."""
+    first, *middle, _ = studies
+    return plan.least_runs(first) + len(first.arms) * (sum(len(study.compared) for study in middle) + 1 + 2)
+
+
 def climb(sizes: Mapping[str, Runs]) -> Climbed:
     """Makes all runs of sizes, the smallest first."""
     first, *others = sizes.values()
-    make_all(first.study, first.found, first.train)
+    plan.make_all(first.study, first.found, first.train)
     rates = {arm.name: first.found.best_rate(arm.name) for arm in first.study.arms}
     found = Climbed()
     for number, (size, runs) in enumerate(sizes.items()):

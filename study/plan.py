@@ -42,6 +42,14 @@ def make_all(study: Study, found: Found, train: Train, time: Callable[[Arm], Non
         time(arm)
 
 
+def least_runs(study: Study) -> int:
+    """The runs of `make_all` without the rates and seeds that the search adds by what it finds."""
+    rates = len(study.rates)
+    raced = rates if race_steps(study) else 0
+    searched = 2 if raced else rates if rates > 1 else 0
+    return len(study.arms) * ((raced + searched) * len(study.seeds) + len(study.compared)) + len(study.again)
+
+
 def make_equal_time(study: Study, found: Found, train: Train, steps: Mapping[str, int]) -> None:
     """
     Args:
@@ -54,11 +62,10 @@ def make_equal_time(study: Study, found: Found, train: Train, steps: Mapping[str
 
 def search(study: Study, arm: Arm, found: Found, train: Train) -> None:
     """The stages race and search of an arm."""
-    rates, until = study.rates, study.cfg.compare.race_steps
-    until = study.cfg.train.steps // 10 if until is None else until
+    rates = study.rates
     if len(rates) == 1:
         return
-    if until and len(rates) > 2:
+    if until := race_steps(study):
         train(arm, RACE, rates, study.seeds, until)
         raced = found.rates(arm.name, RACE)
         rates = sorted(rates, key=raced.__getitem__)[:2]
@@ -68,6 +75,12 @@ def search(study: Study, arm: Arm, found: Found, train: Train) -> None:
             failing = [rate for rate, loss in found.rates(arm.name).items() if math.isinf(loss)]
             train(arm, SEARCH, failing, [MORE_SEEDS + number])
         rates = beside(study.rates, found.rates(arm.name), found.best_rate(arm.name))
+
+
+def race_steps(study: Study) -> int:
+    """The steps of a run of the race; 0 if there is none."""
+    steps = study.cfg.compare.race_steps
+    return 0 if len(study.rates) < 3 else study.cfg.train.steps // 10 if steps is None else steps
 
 
 def beside(given: Sequence[float], losses: Mapping[float, float], best: float) -> list[float]:

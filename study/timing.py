@@ -12,7 +12,6 @@ from statistics import median
 
 import torch
 
-from configs import Config
 from configs.schema import NormImpl
 from data import Corpus
 from measure.clock import StepClock
@@ -20,6 +19,7 @@ from measure.comparison import TORCH
 from measure.schedule import LEAD_IN, LEAST_STEPS, block_length, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from study.arms import Arm
+from study.config import Config
 from study.engine import Engine
 from training.precision import MixedPrecision
 

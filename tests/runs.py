@@ -54,13 +54,13 @@ def precision(dtype: torch.dtype = torch.bfloat16) -> MixedPrecision:
 
 
 @cache
-def _composed(overrides: tuple[str, ...]) -> Config:
-    return configs.load(overrides, on=CPU)
+def _composed(overrides: tuple[str, ...], of: type[Config]) -> Config:
+    return configs.load(overrides, CPU, of)
 
 
-def composed(overrides: list[str]) -> Config:
+def composed(overrides: list[str], of: type[Config] = Config) -> Config:
     """`configs.load` for a CPU; composing takes longer than some runs here, so each is composed once."""
-    return copy.deepcopy(_composed(tuple(overrides)))
+    return copy.deepcopy(_composed(tuple(overrides), of))
 
 
 def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU, cfg: Config | None = None):

@@ -19,7 +19,7 @@ from tests.ablation import faults, results
 from tests.ablation.peer import checkout
 from tests.runs import newest, train_here
 from training import storage
-from training.command import OUT_OF_MEMORY
+from training.place import OUT_OF_MEMORY
 
 TIMES = "ablate.parity_seeds=0"  # without parity
 
@@ -52,7 +52,8 @@ def measured(monkeypatch):
 @pytest.fixture(scope="module")
 def trained(tiny, tmp_path_factory):
     """Summary of a run."""
-    summary, _ = train_here(tiny, tmp_path_factory.mktemp("trained") / "run")
+    own = [key for key in tiny if not key.startswith("ablate.")]
+    summary, _ = train_here(own, tmp_path_factory.mktemp("trained") / "run")
     return summary
 
 
@@ -99,6 +100,8 @@ def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_
     ("overrides", "message"),
     [
         ("norm.impl=torch", "norm.impl is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]"),
+        ("train.compile=true train.graph=true", "train.compile is compared too. Use ablate.compile=true.\ntrain.graph is"),
+        ("deterministic=true profile=true", "deterministic would change the operators. Leave it out.\nprofile is done by"),
         ("ablate.arms=[torch,fuse]", "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean"),
         ("ablate.switch=loss loss.impl=torch", "loss.impl is what ablate.py compares."),
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),

@@ -41,6 +41,7 @@ def test_it_leaves_a_report_and_pictures(studied):
     stages = [run["stage"] for run in runs]
     assert [stages.count(of) for of in (RACE, FRESH, CONTROL)] == [2 * 3, 2 * 2, 2] and stages.count(SEARCH) >= 2 * 2
     assert found["results"] == runs
+    assert {"ops/norm.py", "study/engine.py", "training/step.py"} <= found["code"]["modules"].keys()
     ended = [run for run in runs if run["stage"] != RACE]
     assert all([seen["step"] for seen in run["probes"]] == [3, 6, 9, 12] for run in ended)
     assert all(run["made"].keys() >= {"torch", "triton", "card", "revision"} for run in runs)
@@ -99,7 +100,7 @@ def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied,
 
 
 def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "fingerprints", lambda: {"step": "other"})
+    monkeypatch.setattr(compare, "folders_hash", lambda *_: "other")
     assert compare.main([*tiny, *SWEEP, f"folder={studied}", "resume=auto"]) == 2
     assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err
 

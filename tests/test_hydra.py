@@ -25,7 +25,7 @@ def asked(monkeypatch, tmp_path):
     jobs = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg, [])))
+        train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg, [], configs.Config)))
     )
     return jobs
 
@@ -34,9 +34,9 @@ def asked(monkeypatch, tmp_path):
 def own(tmp_path):
     """A folder with an option `mine` of two groups."""
     for group, text in OWN.items():
-        (tmp_path / "own" / group).mkdir(parents=True)
-        (tmp_path / "own" / group / "mine.yaml").write_text(text)
-    return tmp_path / "own"
+        (tmp_path / "own=mine" / group).mkdir(parents=True)
+        (tmp_path / "own=mine" / group / "mine.yaml").write_text(text)
+    return tmp_path / "own=mine"
 
 
 def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder(asked, tmp_path):
@@ -76,8 +76,7 @@ def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, ov
         ("hydra.run.di=a", "hydra.run.di: Key 'di' not in 'RunDir'."),
         ("--cfg job seed=1,2", "To sweep over it, add --multirun"),
         ("-m --cfg job", "Only one of --run, --multirun, --cfg"),
-        ("study=first", "study is read only by compare.py. Leave it out."),
-        ("compare.diverged=2", "compare.diverged is read only by compare.py. Leave it out."),
+        ("study=first", "Could not override 'study'. No match in the defaults list."),
         ("+foo=1", "error: foo: no such key."),
         ("--config-name=none", "Cannot find primary config 'none'."),
         ("resume=atuo", "resume=atuo: no such run. Did you mean auto?"),

@@ -6,10 +6,11 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
+from itertools import compress, pairwise
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from configs import Config, ConfigError, compose, machine
 from measure.environment import environment
-from measure.files import StorageError, relative
-from training import storage
+from measure.files import StorageError
 from training.distributed import World, join
-from training.interrupt import Stopped, exit_on_signals, mute, show, take_any_encoding
+from training.interrupt import exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
 
-OUT_OF_MEMORY = 3  # exit code of a program that measures
 NO_FOLDER = "resume=auto goes on in the folder that the command names: add folder=runs/NAME (in a sweep that of the sweep)."
+PATHS = ("--config-dir", "-cd", "--config-path", "-cp")  # options whose value may have a =
 TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # the variable with the file of which torchrun reports why a rank failed
 
 full_errors = False  # whether the user has set HYDRA_FULL_ERROR=1; programs set it themselves
@@ -54,10 +54,16 @@ def started() -> str:
     return world().on_first(lambda: datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
 
 
-def start(task: Callable[[], object], help_text: Callable[[Config], str], arguments: Sequence[str] | None = None) -> int:
+def start(
+    task: Callable[[], object],
+    of: type[Config],
+    help_text: Callable[[Any], str],
+    arguments: Sequence[str] | None = None,
+) -> int:
     """Runs a function of `hydra.main` as the whole program.
 
     Args:
+        of: the class of its keys.
         help_text: what --help prints, with the values of a config; Hydra fills in $APP_CONFIG_GROUPS.
         arguments: of the command; None: those of this process.
 
@@ -76,19 +82,20 @@ def start(task: Callable[[], object], help_text: Callable[[Config], str], argume
     started()
 
     def template(*, _root_: DictConfig) -> str:  # in which Hydra takes a single $ for a name
-        text = help_text(compose.typed(_root_, _root_.hydra.overrides.task))
+        text = help_text(compose.typed(_root_, _root_.hydra.overrides.task, of))
         return text.replace("$", "$$").replace("$$APP_CONFIG_GROUPS", "$APP_CONFIG_GROUPS")
 
     OmegaConf.register_new_resolver("prenorm.help", template, replace=True)
-    # overrides come first: argparse would take those behind an option for another list of arguments
     before, given = sys.argv, sys.argv[1:] if arguments is None else arguments
-    sys.argv = [*before[:1], *sorted(given, key=lambda text: text.startswith("-") or not ("=" in text or text[:1] == "~"))]
+    # overrides come first: argparse would take those behind an option for another list of arguments
+    behind = [is_override(text, after) for after, text in pairwise(["", *given])]
+    sys.argv = [*before[:1], *compress(given, behind), *compress(given, map(not_, behind))]
     try:
         if "--version" in given:
             facts = environment(torch.device("cpu"))
             show(f"prenorm {facts['versions']['prenorm']}, git {facts['git']}, torch {facts['versions']['torch']}")
         else:
-            with compose.explained():
+            with compose.explained(of):
                 task()
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
@@ -105,9 +112,14 @@ def start(task: Callable[[], object], help_text: Callable[[Config], str], argume
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None
     here.leave(code)
-    for of in (world, started):
-        of.cache_clear()
+    for cached in (world, started):
+        cached.cache_clear()
     return code
+
+
+def is_override(text: str, after: str) -> bool:
+    """Whether an argument that stands after another is no option, nor the path of one."""
+    return ("=" in text or text.startswith("~")) and not text.startswith("-") and after not in PATHS
 
 
 def report(error: Exception) -> int:
@@ -174,34 +186,3 @@ def names_folder(cfg: Config) -> bool:
     if by_hydra and cfg.folder:
         raise ConfigError(f"folder={cfg.folder} and {by_hydra[0]} name two folders. Give one of them.")
     return bool(by_hydra or cfg.folder)
-
-
-@contextmanager
-def place(cfg: Config, program: str, less_memory: str) -> Iterator[Path]:
-    """The folder of a program that measures, such as "ablate.py", locked: hydra.sweep.dir, which is a new one, or with
-    resume=auto that of an earlier process. Says how to go on if a signal or a lack of memory ends the block.
-
-    Args:
-        less_memory: what the program needs less memory with.
-
-    Raises:
-        ConfigError: the folder can't be used.
-    """
-    if cfg.resume not in ("never", "auto"):
-        goes_on = f"{program} goes on with folder={cfg.resume} resume=auto and the same arguments"
-        raise ConfigError(f"resume={cfg.resume}: {goes_on}. For the weights of a run: init_from=PATH.")
-    if (resumes := cfg.resume == "auto") and not names_folder(cfg):
-        raise ConfigError(NO_FOLDER)
-    wanted = Path(HydraConfig.get().sweep.dir)
-    with storage.claim(wanted, program, resumes=resumes) as folder:
-        if folder != wanted:
-            show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
-        goes_on = f"What is finished is kept. To go on, add folder={relative(folder)} resume=auto to the command."
-        try:
-            yield folder
-        except (KeyboardInterrupt, Stopped):
-            show(f"stopped. {goes_on}", sys.stderr)
-            raise
-        except torch.OutOfMemoryError as error:
-            show(f"out of memory: {str(error).splitlines()[0]}\n{less_memory}\n{goes_on}", sys.stderr)
-            raise SystemExit(OUT_OF_MEMORY) from None

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from data import Split, validation_starts
 from data.windows import Windows
+from measure.graph import captured
 from training.checkpoint import Validation
 from training.distributed import ALONE, World
-from training.graph import captured
 from training.precision import MixedPrecision
 from training.sharding import forward_only, is_sharded
 

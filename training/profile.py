@@ -13,6 +13,7 @@ from measure.files import as_storage_errors, relative, replace_text, replacing
 from training.run import Run
 
 WAIT, WARMUP, STEPS = 3, 1, 3  # steps without the profiler, steps that start it, profiled steps
+OVERLAP = "Our kernels wait for the one before them on the GPU: both count that time (finish_weight_gradients_kernel most)."
 UNTIMED = WAIT + WARMUP + STEPS
 
 
@@ -28,7 +29,7 @@ def profiled(run: Run, steps: range) -> Iterator[int]:
         with as_storage_errors(trace), replacing(trace) as temporary:
             profiler.export_chrome_trace(str(temporary))
         table = profiler.key_averages().table(sort_by=timed, row_limit=30, max_name_column_width=80)
-        replace_text(run.folder / "profile.txt", f"{STEPS} steps\n\n{table}\n")
+        replace_text(run.folder / "profile.txt", f"{STEPS} steps. {OVERLAP}\n\n{table}\n")
         run.say(f"trace.json and profile.txt of {STEPS} steps are in {relative(run.folder)}")
 
     plan = schedule(wait=0, warmup=WARMUP, active=STEPS, repeat=1, skip_first=WAIT)

@@ -71,7 +71,7 @@ def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str],
         if folder.stat().st_ctime >= STARTED:
             folder.rmdir()
     with here.shared_errors():
-        asked = compose.typed(composed, overrides)
+        asked = compose.typed(composed, overrides, Config)
         chosen = names_folder(asked) or (sweep and asked.resume != "auto")  # a job of a sweep resumes in its own folder
     origin = here.on_first(lambda: find_start(asked, folder, overrides, chosen=chosen))
     cfg = origin.cfg
@@ -82,7 +82,7 @@ def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str],
         inspected = machine.inspect(cfg.device)
         rules.check(cfg, inspected)
         if not (sweep and asked.resume in ("never", "auto")):  # else the sweeper has seen all jobs: a key may count in another
-            rules.check_given(configs.given(overrides), [cfg], "train.py")
+            rules.check_given(configs.given(overrides), [cfg])
         tracking.with_defaults(cfg.logging)
     set_deterministic(cfg.deterministic)
     with open_run(origin, torch.device(inspected.device), folder.parent.name if sweep else None, here) as run:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from configs import Config
 from configs.schema import CUDA_GRAPHS, TrainConfig
+from measure.graph import aside, captured, waits
 from measure.timing import describe, free_memory
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World, without_reduction
 from training.evaluation import Evaluation
-from training.graph import aside, captured, waits
 from training.inputs import Inputs
 from training.precision import MixedPrecision
 from training.sharding import full_tensor

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..gated import GatedRMSNorm
 from ..modules import MODULES
 from ..norm import norm_fn
 from . import lazy
 from .adopted import Adopted, Only, become, restore
 from .blocks import AdoptedBlock
+from .gated import AdoptedGatedNorm, GatedFormula, recognise_gated
 from .lazy import Lazy, take_ahead
 from .recognise import OUT_DTYPES, Formula, looks_like_a_norm, may_be_a_norm, recognise
 
@@ -39,8 +41,9 @@ def replace_norms(model: nn.Module, *, only: Only = None, verbose: bool = True) 
     """Lets every LayerNorm and RMSNorm of `model` run the fused kernels, in place.
 
     Takes torch's own norms and every class that computes the same over the last dimension: Llama's, T5's and Qwen's RMSNorm,
-    Gemma's with weight 1 + w. Formula and eps are measured on a clone of the module; its name does not count. Parameters stay
-    the same objects under the same names. y has the dtype that the module gave it; the kernel computes in fp32 and rounds once.
+    Gemma's with weight 1 + w, and RMSNorm beside a gate, as in Qwen3-Next and Mamba-2 (`gated_rms_norm_fn`). Formula and eps
+    are measured on a clone of the module; its name does not count. Parameters stay the same objects under the same names. y has
+    the dtype that the module gave it; the kernel computes in fp32 and rounds once.
     A second call changes nothing.
 
     Args:
@@ -57,16 +60,20 @@ def replace_norms(model: nn.Module, *, only: Only = None, verbose: bool = True) 
 
 
 def _replace(name: str, module: nn.Module, only: Only) -> Site | None:
-    if any(cls.__name__ in (AdoptedNorm.__name__, "_Fused") for cls in type(module).__mro__):
-        by = "" if isinstance(module, (AdoptedNorm, *MODULES.values())) else ", by another copy of this package"
+    ours = AdoptedNorm, AdoptedGatedNorm, GatedRMSNorm, *MODULES.values()
+    if {cls.__name__ for cls in type(module).__mro__} & {"_Fused", *(cls.__name__ for cls in ours[:3])}:
+        by = "" if isinstance(module, ours) else ", by another copy of this package"
         return Site(name, _described(module), False, f"it is fused already{by}")
     if not may_be_a_norm(module, name):
         return None
-    was, formula = _described(module), recognise(module)
+    was, formula = _described(module), recognise_gated(module) or recognise(module)
     if isinstance(formula, str):  # reported only where a reader of the lines would miss the norm
         return Site(name, was, False, formula) if looks_like_a_norm(module, name) else None
     if only is not None and not only(name, module):
         return Site(name, was, False, "`only` returned False for it")
+    if isinstance(formula, GatedFormula):
+        become(module, AdoptedGatedNorm, formula)
+        return Site(name, was, True, str(formula))
     shown: dict[str, Any] = {"normalized_shape": () if formula.width is None else (formula.width,)}  # as torch's norms and ours
     shown |= {"elementwise_affine": formula.weight is not None, "zero_centered_weight": formula.zero_centered_weight}
     shown |= {name: vars(module)[name] for name in shown if name in vars(module)}
@@ -92,7 +99,7 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
     Raises:
         ValueError: since then another tool gave a norm or block yet another class or forward. Then nothing is restored.
     """
-    lines = restore("restore_norms", model, AdoptedNorm, AdoptedBlock)
+    lines = restore("restore_norms", model, AdoptedNorm, AdoptedGatedNorm, AdoptedBlock)
     print("".join(f"{line}\n" for line in lines if verbose), end="")
     return lines
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import configs
 from ablation import timing
 from ablation.arms import Snapshot, build_arm, check_same, move, places_of
+from ablation.config import Config
 from configs.machine import Machine
 from data import Batches
 from measure.clock import StepClock
@@ -33,7 +34,7 @@ BATCHES = Batches(np.random.default_rng(0).integers(64, size=2000), context=16, 
 
 
 def load(*overrides):
-    return configs.load([*SMALL, *overrides], on=Machine("cpu"))
+    return configs.load([*SMALL, *overrides], Machine("cpu"), Config)
 
 
 def built(cfg, settled=FP32, names=(TORCH, FUSED)):

@@ -11,6 +11,7 @@ import model.loss
 import model.mlp
 import model.norm
 import model.sites
+from ablation.config import Config
 from ablation.parity import judge, parity, run_seed
 from ablation.parity_arms import ORDER_NAMES
 from ablation.rounding import BIAS, MARGIN, REFERENCE, Distances, sign_test, size_test
@@ -31,7 +32,9 @@ def tiny(tiny):
     """A function: overrides -> (config, corpus)."""
 
     def load(*more):
-        cfg = composed([*tiny, *KEYS, "ablate.arms=[torch,fused]", "ablate.parity_seeds=4", "ablate.parity_steps=2", *more])
+        cfg = composed(
+            [*tiny, *KEYS, "ablate.arms=[torch,fused]", "ablate.parity_seeds=4", "ablate.parity_steps=2", *more], Config
+        )
         return cfg, load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
 
     return load

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from ablation import tracking
+from ablation.config import Config
 from ablation.variants import Variant
 from tests.ablation import results
 from tests.runs import composed
@@ -29,7 +30,7 @@ def test_a_run_for_each_arm_and_a_summary_in_one_group_and_a_server_that_does_no
     monkeypatch.setattr("wandb.Image", str)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     (tmp_path / "speedup.png").touch()
-    cfg = composed([*tiny, "logging.wandb=online", "logging.tags=[mine]", "logging.group=norms"])
+    cfg = composed([*tiny, "logging.wandb=online", "logging.tags=[mine]", "logging.group=norms"], Config)
     found = results.ablation([{}], modes=["eager"])
     said = log_group(cfg.logging, tmp_path, "ablation", tracking.runs_of(found, [Variant(cfg, {}, {})], tmp_path))
     assert asked == (["online"] * 6 if answers else ["online", *["offline"] * 6])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import activation, bandwidth, host, losses, memory, norms, providers, rotary, sites
+from benchmarks import activation, bandwidth, gated, host, losses, memory, modulated, norms, providers, rotary, sites
 from benchmarks.bandwidth import WrongResult
 from benchmarks.cases import CASES, MODEL_WIDTHS, MOST_ELEMENTS, SITES, Shape
 from tests.runs import raising
@@ -35,6 +35,8 @@ def test_models_are_cases_with_a_stream_at_the_widths_of_models(monkeypatch):
         (sites, "--width 64", {(case, stream, 64) for case, stream in product(SITES, STREAMS)}),
         (rotary, "", {(case, None, None) for case in rotary.CASES}),
         (activation, "", {(case, None, 160) for case in activation.CASES}),
+        (modulated, "", {(case, None, 160) for case in modulated.CASES}),
+        (gated, "", {(case, None, 160) for case in gated.CASES}),
         (losses, "--case softmax", {("softmax", None, 2**n) for n in range(5, 10)}),
     ],
 )  # fmt: skip

@@ -60,6 +60,7 @@ def test_the_command_line_wins_over_an_experiment_and_the_experiment_over_its_gr
 def test_a_stored_config_takes_overrides_of_keys_and_defaults_for_new_keys(plain):
     older = {**plain, "norm": {"kind": "rmsnorm"}, "data": {**plain["data"], "processes": 4}}
     older["train"] = {**plain["train"], "compile_loss": False}
+    older |= {"ablate": {"cycles": 12}, "compare": {"fresh": 8}}
     older["checkpoint"] = {**plain["checkpoint"], "background": True}
     del older["loss"]
     cfg = configs.from_dict(older, ["train.steps=9", "norm.impl=torch", 'folder="~/a b"'])
@@ -86,7 +87,7 @@ def test_a_stored_text_is_read_as_the_same_text_from_every_store_and_reads_nothi
 
 def test_what_a_command_interpolates_is_resolved_once(monkeypatch):
     monkeypatch.setenv("SECRET", "leaked")
-    cfg = configs.compose_only(["logging.name=${oc.env:SECRET}", r'sample.prompt="\${oc.env:SECRET}"'])
+    cfg = configs.compose_only(["logging.name=${oc.env:SECRET}", r'sample.prompt="\${oc.env:SECRET}"'], configs.Config)
     assert (cfg.logging.name, cfg.sample.prompt) == ("leaked", "${oc.env:SECRET}")
 
 

@@ -9,6 +9,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from ablation.arms import build_arm
+from ablation.config import Config
 from ablation.gpu_time import marked_sites
 from configs.schema import LossImpl, NormKind
 from data import Batches
@@ -83,7 +84,7 @@ def operators():
     def of(cfg, dtype):
         tokens = torch.randint(VOCABULARY, (9 * cfg.model.context,)).numpy()
         batches = Batches(tokens, context=cfg.model.context, batch_size=2, seed=0)
-        arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY), batches)
+        arm = build_arm("torch", Config(**vars(cfg)), precision(dtype), SimpleNamespace(vocab_size=VOCABULARY), batches)
         arm.step(0)
         with marked_sites(arm.state.model), profile(activities=[ProfilerActivity.CPU]) as profiler:
             arm.step(1)

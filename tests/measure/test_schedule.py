@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from configs.schema import AblateConfig
+from ablation.config import AblateConfig
 from measure import schedule
 from measure.comparison import (
     AGAIN,

@@ -13,7 +13,7 @@ from training.optimizer import make_optimizer
 from training.precision import MixedPrecision
 from training.schedule import learning_rate
 
-ELSEWHERE = {"data.source", "tokenizer.kind", "logging.wandb", "logging.without_key", "ablate.switch", "device"}  # no training
+ELSEWHERE = {"data.source", "tokenizer.kind", "logging.wandb", "logging.without_key", "device"}  # no training
 NAMES = [name for name, key in keys.schema().items() if keys.choices(key) and name not in ELSEWHERE]
 ONLY = {"model.qk_norm_kind": {"qk_norm": True}}  # where it counts
 

@@ -16,9 +16,11 @@ from ops import (
     cross_entropy_fn,
     dropout_mask,
     gated_activation_fn,
+    gated_rms_norm_fn,
     kit,
     linear_cross_entropy_fn,
     log_softmax_fn,
+    modulated_norm_fn,
     rms_norm_fn,
     rotary_qk_fn,
     rotary_qkv_fn,
@@ -79,6 +81,14 @@ CALLS = {
     "gated_activation_fn": (
         lambda x, w: gated_activation_fn(x, bias=w),
         lambda x, w: F.silu((x + w)[..., :32]) * (x + w)[..., 32:],
+    ),
+    "modulated_norm_fn": (
+        lambda x, w: modulated_norm_fn(x, x[..., 0, :], w, x, w, w),
+        lambda x, w: F.layer_norm(x + w * x, (64,), w, None, 1e-6) * (1 + x[..., :1, :]) + w,
+    ),
+    "gated_rms_norm_fn": (
+        lambda x, w: gated_rms_norm_fn(x, x.flip(-1), w, group_size=16),
+        lambda x, w: F.rms_norm(x.unflatten(-1, (4, 16)), (16,), None, 1e-6).flatten(-2) * w * F.silu(x.flip(-1)),
     ),
     "rotary_qkv_fn": (rotary_qkv, lambda x, w: rotated(x, w, True)),
     "rotary_qk_fn": (rotary_qk, lambda x, w: rotated(x, w, False)),

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from configs import Config
 from data import load_corpus
+from study.config import Config
 from study.engine import Engine
 from tests.runs import precision
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from configs import Config
 from measure.statistics import Interval, paired_ratio
+from measure.tables import interval_text
 from study import report
 from study.analysis import analyse, with_cost
 from study.arms import AGAIN_SEEDS, FRESH_SEEDS, Arm, Study
+from study.config import Config
 from study.probes import spikes
 from study.report import words
 from study.runs import CONTROL, FRESH, SEARCH, TIME, Found, Result, too_high
@@ -197,15 +198,20 @@ def test_a_step_takes_longer_only_beyond_a_a_and_equal_time_is_that_of_runs_with
         assert report_of(runs, times=times)[0].arms[1].equal_time is None, "the shorter runs are not there yet"
 
 
-def test_a_report_is_json_and_its_pictures_are_drawn_where_runs_failed(tmp_path):
+def test_a_report_is_json_and_its_pictures_have_each_difference_and_what_failed(tmp_path, monkeypatch):
     runs, rates = searched()
     made, study = report_of([*runs, run("b", SEARCH, 3e-2, 1, None), run("b", FRESH, 3e-3, 1009, None)], rates, seeds=[1])
     assert math.isinf(made.arms[0].sample.cost) is False
-    found = Found(1.0, runs)
+    found, drawn = Found(1.0, runs), {}
+    monkeypatch.setattr("measure.plots.save_figure", lambda figure, path: drawn.update({path.stem: figure.axes[0]}))
     report.write(made, study, found, {"gpu": None, "versions": {}, "git": None}, tmp_path)
     assert "NaN" not in (text := (tmp_path / "report.json").read_text()) and "Infinity" not in text
     assert json.loads(text)["report"]["arms"][1]["sample"]["failed"] == 1
-    assert all((tmp_path / f"{name}.png").stat().st_size > 1e4 for name in ("differences", "rates"))
+    loss = made.arms[1].against.loss
+    assert drawn["differences"].get_yticklabels()[0].get_text() == "b, 1 of 6 failed"
+    assert [text.get_text() for text in drawn["differences"].texts] == [interval_text(loss)]
+    assert loss.median in [line.get_xdata()[0] for line in drawn["differences"].lines if line.get_marker() == "o"]
+    assert list(drawn) == ["differences", "rates"]
     assert "fails in 1 of 6 runs at 0.003, in 0 of 1 at 0.001" in (tmp_path / "report.md").read_text().replace("\n", " ")
 
 

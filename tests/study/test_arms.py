@@ -41,6 +41,11 @@ def test_what_it_cant_compare_is_refused(wrong, message):
         study_of(wrong)
 
 
+def test_one_arm_at_one_rate_is_refused_with_what_to_give(capsys):
+    assert compare.main(["device=cpu", "seed=1,2"]) == 2
+    assert "nothing to compare. Give several values of a key and of the learning rate, such as" in capsys.readouterr().err
+
+
 MINE = """# @package compare
 arguments: [optim.lr=1e-3, "seed=1,2"]
 baseline: b

@@ -12,7 +12,7 @@ from model import GPT
 from study import ladder
 from study.arms import FOLDER, sizes_of, study_of
 from study.ladder import law, predicted
-from study.runs import FRESH, Found, Result
+from study.runs import FRESH, SEARCH, Found, Result
 
 NAMED = ["study=ladder", "data.files=[x.txt]", "device=cpu", "compare.fresh=4"]
 
@@ -50,6 +50,10 @@ def test_rates_are_carried_by_the_width_and_the_last_size_is_one_run_that_the_ot
     assert [one.rate for one in rungs] == pytest.approx([3e-3, 3e-3 * 128 / 192, 3e-3 / 2, 3e-3 / 3], rel=0.01)
     assert [len(one.losses) for one in rungs] == [4, 4, 4, 1] and [one.size for one in rungs] == list(runs)
     assert [one.rate for one in runs["20M"].found.of("LN", FRESH)] == [rungs[-1].rate]
+    first = runs["2M"]
+    added = [run for run in first.found.results if run.stage == SEARCH and run.rate not in first.study.rates]
+    made = sum(len(of.found.results) for of in runs.values())
+    assert ladder.least_runs([of.study for of in runs.values()]) == made - len(added)
     assert rungs[-1].compute > 30 * rungs[0].compute and all(more > 0 for more in rungs[2].beside.values())
     said = ladder.report(found)
     assert "the lowest loss first, is LN, RMS + QK, RMS: as at the size before" in said.replace("\n  ", " ")

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from configs import Config
 from study.arms import AGAIN_SEEDS, FRESH_SEEDS, MORE_SEEDS, Arm, Study
-from study.plan import MORE, MOST_RATES, beside, make_all, make_equal_time
+from study.config import Config
+from study.plan import MORE, MOST_RATES, beside, least_runs, make_all, make_equal_time
 from study.runs import CONTROL, FRESH, RACE, SEARCH, TIME, Found, Result
 
 GIVEN = [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
@@ -32,6 +32,12 @@ def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", fails=lambda rate, s
 
     make_all(study, found, train)
     return study, found, train
+
+
+@pytest.mark.parametrize(("rates", "keys"), [(GIVEN, {}), (GIVEN, {"race_steps": 0}), (GIVEN[:2], {"fresh": 3}), ([1e-3], {})])
+def test_what_is_said_before_a_study_starts_is_the_runs_that_it_makes_but_for_added_rates(rates, keys):
+    study, found, _ = drawn(rates, [1, 2], **keys)
+    assert least_runs(study) == len([run for run in found.results if run.rate in rates or run.stage in (FRESH, CONTROL)])
 
 
 @pytest.mark.parametrize("best", [3e-3, 2.2e-3, 5e-3, 3e-4, 1e-4, 5e-2])

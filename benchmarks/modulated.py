@@ -1,0 +1,125 @@
+"""Norms modulated per sample (adaLN, adaLN-zero): GPU time with cold L2, as a share of this card's copy bandwidth.
+
+Shares count each large tensor once. Forward of adaln reads the stream and writes y; that of adaln_zero reads x and the stream,
+and writes y and the new stream. Backward reads what comes back for these, the stream, and with a gate x; it writes a gradient
+for each that forward read. Scale, shift and gate count nothing.
+
+python -m benchmarks.modulated                       everything that can be imported
+python -m benchmarks.modulated --case adaln_zero     gated add, LayerNorm, scale and shift, with a stream in bf16
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import bandwidth, command
+from benchmarks.bandwidth import Task
+from benchmarks.cases import BACKWARD, DTYPES, FORWARD, TensorSet
+from benchmarks.providers import as_tuple, compiled
+from ops import modulated_norm_fn
+
+EPS, ELEMENTS = 1e-6, 2**26
+# Tokens of a sample, and columns: DiT-B/2 and DiT-XL/2 of 256 and 512 pixels, SD3 medium, FLUX.1, Wan 2.1 14B, and of no model.
+SHAPES = [(256, 768), (256, 1152), (1024, 1152), (4096, 1536), (4096, 3072), (4096, 5120), (1000, 2400)]
+
+
+class Case(NamedTuple):
+    rms: bool
+    gated: bool
+    stream: str  # dtype
+
+
+CASES = {
+    "adaln": Case(False, False, "bf16"),
+    "adaln_zero": Case(False, True, "bf16"),
+    "adaln_zero_fp32": Case(False, True, "fp32"),
+    "rms_adaln_zero": Case(True, True, "bf16"),
+}
+CHECKED = 2  # samples
+
+
+def in_torch(case: str, dtype: torch.dtype = torch.bfloat16) -> Callable[..., tuple[Tensor, ...]]:
+    """As people write it; compiled by the provider of that name."""
+    rms, gated, _ = CASES[case]
+
+    def function(x: Tensor, scale: Tensor, shift: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        r = more[0] + more[1] * x if gated else x
+        y = F.rms_norm(r, r.shape[-1:], None, EPS) if rms else F.layer_norm(r, r.shape[-1:], None, None, EPS)
+        y = (y * (1 + scale) + shift).to(dtype)
+        return (y, r) if gated else (y,)
+
+    return function
+
+
+def ours(case: str) -> Callable[..., tuple[Tensor, ...]]:
+    rms, gated, _ = CASES[case]
+
+    def function(x: Tensor, scale: Tensor, shift: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        return as_tuple(modulated_norm_fn(x, scale, shift, *more, eps=EPS, is_rms_norm=rms, prenorm=gated))
+
+    return function
+
+
+MAKERS = {"ours": ours, "torch": in_torch, "compile": lambda case: compiled(in_torch(case))}
+PROVIDERS = tuple(MAKERS)
+
+
+def make_inputs(case: str, B: int, T: int, N: int, sets: int, device: torch.device) -> list[TensorSet]:
+    """Arguments: x [B, T, N], scale, shift [B, 1, N], and with a gate residual [B, T, N], gate [B, 1, N]. Scale, shift and gate
+    are columns of one projection."""
+    normal = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
+    gated, stream = CASES[case].gated, DTYPES[CASES[case].stream]
+    found = []
+    for _ in range(sets):
+        scale, shift, gate = normal(B, 1, 3 * N, dtype=torch.bfloat16).chunk(3, -1)
+        x, dy = (normal(B, T, N, dtype=torch.bfloat16) for _ in range(2))
+        args, upstream = [x, scale, shift], [dy]
+        if gated:
+            args += [normal(B, T, N, dtype=stream), gate]
+            upstream += [normal(B, T, N, dtype=stream)]
+        found.append(TensorSet(tuple(t.detach().requires_grad_() for t in args), tuple(upstream)))
+    return found
+
+
+def minimum_bytes(case: str, elements: int) -> dict[str, int]:
+    _, gated, stream = CASES[case]
+    s = DTYPES[stream].itemsize
+    if not gated:
+        return {FORWARD: elements * 4, BACKWARD: elements * 6}
+    return {FORWARD: elements * (2 + s + 2 + s), BACKWARD: elements * (2 + s + s + 2 + s + 2)}
+
+
+def task(case: str, B: int, T: int, N: int) -> Task:
+    return Task(
+        {"case": case, "M": B * T, "tokens": T, "N": N},
+        bytes=minimum_bytes(case, B * T * N),
+        make=lambda provider: MAKERS[provider](case),
+        inputs=partial(make_inputs, case, B, T, N),
+        reference=lambda _, *args: in_torch(case, torch.float64)(*args),
+        checked=CHECKED,
+        move_outputs=False,
+    )
+
+
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    return command.parse(bandwidth.parser("modulated", __doc__, CASES, PROVIDERS), argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = options_of(argv)
+    shapes = SHAPES if options.device.type == "cuda" else [(command.CPU_ROWS // 4, 160)]
+    tasks = [
+        task(case, command.rows_on(options.device, ELEMENTS // N) // T, T, N)
+        for case in options.case or CASES
+        for T, N in shapes
+    ]
+    bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
+
+
+if __name__ == "__main__":
+    main()

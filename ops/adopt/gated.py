@@ -1,0 +1,125 @@
+"""Gated norms in one kernel each way: RMSNorm beside a gate, in both orders, of all columns or of groups. Found by trial."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..gated import Gate, Options, gated_rms_norm_fn, reference
+from .adopted import Adopted
+from .recognise import GRADIENT_TOLERANCE, OUT_DTYPES, TOLERANCE, undisturbed
+from .stand_ins import clone_of
+
+_SIZES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e3)  # of rows: where eps counts much, little and nothing
+
+
+@dataclass(frozen=True)
+class GatedFormula:
+    options: Options  # all but out_dtype
+    out_dtype: str  # a key of OUT_DTYPES
+    arguments: tuple[str, ...]  # the names of the two inputs of forward
+
+    def __str__(self) -> str:
+        o, parts = self.options, ("RMSNorm", f"{self.options.activation.name} gate")
+        return f"{' · '.join(parts if o.norm_before_gate else parts[::-1])}, groups of {o.group_size}, eps {o.eps:g}"
+
+
+class AdoptedGatedNorm(Adopted):
+    """A gated norm of somebody's model that runs `gated_rms_norm_fn`."""
+
+    _what = "gated norm"
+    _how: GatedFormula
+
+    @classmethod
+    def _ours(cls, formula: GatedFormula, recognised: Any) -> Callable:
+        o = formula.options
+        options = o.eps, o.norm_before_gate, o.group_size, o.activation.name, o.zero_centered_weight
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(formula.arguments, args, strict=False)), **kwargs}
+            x, z = map(cast(Any, given).get, formula.arguments)
+            if len(args) + len(kwargs) != 2 or not (_is_known(x) and _is_known(z)) or x.shape != z.shape:
+                return recognised(self, *args, **kwargs)  # without a gate, or what it raises
+            (weight,) = self._parameters.values()
+            return gated_rms_norm_fn(x, z, weight, *options, OUT_DTYPES[formula.out_dtype](x.dtype, weight.dtype))
+
+        return forward
+
+
+def _is_known(t: Any) -> bool:
+    """Not a subclass, such as DTensor, which has rules for PyTorch's operations alone; those of tracers have none."""
+    return type(t) is Tensor or type(t).__module__.startswith("torch._subclasses")
+
+
+def recognise_gated(module: nn.Module) -> GatedFormula | None:
+    """What the module computes, if that is a gated norm: a clone gives the same values and gradients."""
+    weights, others = [*module.named_parameters(recurse=False)], [*module.buffers(), *module.children()]
+    if len(weights) != 1 or others or "forward" in vars(module):
+        return None
+    ((name, weight),) = weights
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.dim() != 1:
+        return None
+    with undisturbed(torch.device("cpu")), torch.enable_grad():
+        torch.default_generator.manual_seed(0)
+        try:
+            arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+            return _tried(module, name, weight.numel(), arguments) if len(arguments) == 2 else None
+        except Exception:  # anybody's code
+            return None
+
+
+def _tried(module: nn.Module, name: str, width: int, arguments: tuple[str, ...]) -> GatedFormula | None:
+    clone = clone_of(module, torch.zeros_like, lambda *_: None)
+
+    def own(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+        clone._parameters[name] = weight
+        return type(clone).forward(clone, x, z)
+
+    inputs = (
+        (torch.randn(6, width) * torch.tensor(_SIZES)[:, None]).view(2, 3, width),
+        torch.randn(2, 3, width),
+        torch.randn(width),
+    )
+    found = []
+    for training in (True, False):
+        clone.train(training)
+        found.append(_results(own, inputs))
+    whole = [value for value in vars(clone).values() if isinstance(value, int) and 0 < value <= width and width % value == 0]
+    sizes = dict.fromkeys((width, *whole, *(width // count for count in whole)))  # of groups, or how many there are
+    written = dict.fromkeys(value for value in vars(clone).values() if isinstance(value, float))
+    for eps, size, gate, first, offset in product(written, sizes, Gate, (True, False), (False, True)):
+        o = Options(eps, size, gate, first, offset, torch.float64)
+        exact = _results(partial(reference, o=o), [t.double() for t in inputs])
+        if all(_same(one, exact) for one in found):
+            return next(
+                (GatedFormula(o, rule, arguments) for rule in OUT_DTYPES if _has_dtype(own, inputs, OUT_DTYPES[rule])), None
+            )
+    return None
+
+
+def _results(function: Callable[..., Tensor], inputs: Any) -> list[Tensor]:
+    """Values, and the gradients of x, z and the weight."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = function(*leaves)
+    upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape) + y.detach()
+    return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+
+def _same(found: list[Tensor], exact: list[Tensor]) -> bool:
+    off = [float(((a - b).norm(dim=-1) / b.norm(dim=-1)).nan_to_num(math.inf).max()) for a, b in zip(found, exact, strict=True)]
+    return off[0] < TOLERANCE and max(off) < GRADIENT_TOLERANCE
+
+
+def _has_dtype(own: Callable[..., Tensor], inputs: Any, rule: Callable[[torch.dtype, torch.dtype], torch.dtype]) -> bool:
+    """Whether this rule gives the dtype of the output."""
+    half, full = torch.bfloat16, torch.float32
+    for x, weight in ((half, half), (half, full), (full, half)):
+        if own(inputs[0].to(x), inputs[1].to(x), inputs[2].to(weight)).dtype != rule(x, weight):
+            return False
+    return True

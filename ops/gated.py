@@ -1,0 +1,241 @@
+"""RMSNorm beside a gate, as Mamba-2, gated DeltaNet and Kimi's linear attention end with it."""
+
+from dataclasses import replace
+from enum import IntEnum
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import checks, kit
+from .kernels import runs_kernels
+from .norm import finishing
+from .tiling import Device, Tile, Work, backward_tile, forward_tile
+from .torch_state import transformed_by_func
+
+
+class Gate(IntEnum):
+    silu = 0
+    sigmoid = 1
+
+
+GATES = {gate.name: gate for gate in Gate}  # Dynamo of PyTorch 2.11 doesn't look into an Enum
+
+
+def gated_rms_norm_fn(
+    x: Tensor, z: Tensor, weight: Tensor | None, eps: float = 1e-6, norm_before_gate: bool = True,
+    group_size: int | None = None, activation: str = "silu", zero_centered_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """RMSNorm(x) · weight · a(z), or with norm_before_gate=False RMSNorm(x · a(z)) · weight: in fp32, rounded once.
+
+    Args:
+        x, z: (..., N) in bf16, fp16 or fp32, or fp64, which PyTorch's operations compute. Read as they lie in memory where rows
+            lie at one distance, or at two, as the heads in columns of a projection do. Backward computes all again.
+        weight: (N,), of any of these dtypes; None is 1. Its gradient is summed up in fp32 and in a fixed order.
+        eps: added to the mean square.
+        norm_before_gate: True as in Qwen3-Next, False as in Mamba-2.
+        group_size: so many neighbouring columns are normalised together, a divisor of N; None: all.
+        activation: a, "silu" or "sigmoid".
+        zero_centered_weight: the weight is stored as its distance from 1.
+        out_dtype: by default x's dtype.
+
+    Returns:
+        x's shape, contiguous.
+
+    Raises:
+        ValueError, TypeError: an argument that is not as above.
+    """
+    name = "gated_rms_norm_fn"
+    checks.check_input(name, x, checks.REFERENCE_DTYPES)
+    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
+    dtypes, width = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES, x.shape[-1]
+    checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, z=z)
+    checks.check_operands(name, x, dtypes, ((width,),), checks.LAST_OF_X, weight=weight)
+    group = width if group_size is None else checks.as_size(name, "group_size", group_size, 1)
+    if width % group:
+        raise ValueError(f"{name}: group_size is {group}, expected a divisor of the {width} columns of x")
+    if not isinstance(activation, str) or activation not in GATES:
+        raise ValueError(f"{name}: activation is {activation!r}, accepted: {', '.join(GATES)}")
+    if out_dtype is not None and out_dtype not in dtypes:
+        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
+    before, centred = checks.as_flags(
+        name, norm_before_gate=norm_before_gate, zero_centered_weight=zero_centered_weight
+    ).values()
+    o = Options(checks.as_eps(name, eps), group, GATES[activation], before, centred, out_dtype or x.dtype)
+    return gated_norm(Inputs(x, z, weight), o)[0] if kernels else reference(x, z, weight, o)
+
+
+class GatedRMSNorm(nn.Module):
+    """`gated_rms_norm_fn` with a weight of hidden_size, called `weight` as in transformers; forward takes x and z."""
+
+    def __init__(
+        self, hidden_size: int, eps: float = 1e-6, norm_before_gate: bool = True, group_size: int | None = None,
+        activation: str = "silu", zero_centered_weight: bool = False, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        start = torch.zeros if zero_centered_weight else torch.ones
+        self.weight = nn.Parameter(start(hidden_size, device=device, dtype=dtype))
+        self.options = (eps, norm_before_gate, group_size, activation, zero_centered_weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return gated_rms_norm_fn(x, z, self.weight, *self.options)
+
+
+def reference(x: Tensor, z: Tensor, weight: Tensor | None, o: "Options") -> Tensor:
+    """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, z.dtype), torch.float32)
+    wide = wide if weight is None else torch.promote_types(wide, weight.dtype)
+    a = torch.sigmoid(z.to(wide)) if o.activation == Gate.sigmoid else nn.functional.silu(z.to(wide))
+    h = x.to(wide) if o.norm_before_gate else x.to(wide) * a
+    groups = h.unflatten(-1, (-1, o.group_size))
+    y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + o.eps)).flatten(-2)
+    y = y if weight is None else y * (weight.to(wide) + float(o.zero_centered_weight))
+    return (y * a if o.norm_before_gate else y).to(o.out_dtype)
+
+
+# ---- operator ----------------------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    z: Tensor
+    weight: Tensor | None
+
+
+class Options(NamedTuple):
+    eps: float
+    group_size: int
+    activation: Gate
+    norm_before_gate: bool
+    zero_centered_weight: bool
+    out_dtype: torch.dtype
+
+
+class Backward(NamedTuple):
+    dy: Tensor
+    x: Tensor
+    z: Tensor
+    weight: Tensor | None
+
+
+class GatedNorm(kit.Op):
+    name, Inputs, Options, Backward = "gated_rms_norm", Inputs, Options, Backward
+
+    def width(self, tensors):
+        x, z, _ = tensors[-3:]  # the inputs, with which Backward ends
+        return x.shape[-1], _placed(x, z)[2]
+
+    def outputs(self, i, o):
+        return kit.Output(i.x.new_empty(i.x.shape, dtype=o.out_dtype))
+
+    def gradients(self, b, o, wanted):
+        return self.Gradients(*[dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(b[1:], wanted, strict=True)])
+
+    def start(self, i, o):
+        kernels, facts = kit.kernels("gated"), kit.device_facts(i.x.device)
+        weight_bytes = 0 if i.weight is None else i.weight.itemsize
+        tile = forward_tile(o.group_size, Work(_vector(*i[:2], o.out_dtype), _bytes(*i[:2]), 1, weight_bytes), facts)
+        variant, groups, pdl = _variant(i, o, tile, facts)
+        launch = kit.Launcher(
+            kernels.gated_norm_kernel, kernels.Pointers, i.x.device, ("x", "z"), num_warps=tile.warps, launch_pdl=pdl
+        )
+
+        def run(i):
+            y = i[0].new_empty(i[0].shape, dtype=o.out_dtype)
+            M = y.numel() // y.shape[-1]
+            x, z, _, steps = _placed(*i[:2])
+            launch(-(-M // tile.rows) * groups, (x, z, i[2], y), M, o.eps, *steps, variant)
+            return (y,)
+
+        return run
+
+    def start_backward(self, b, o, wanted):
+        kernels, facts, N = kit.kernels("gated"), kit.device_facts(b.x.device), b.x.shape[-1]
+        sums = wanted.dweight is not None
+        written = [dtype for dtype in wanted[:2] if dtype]
+        tile = _backward_tile(o.group_size, _vector(*b[:3], *written), _bytes(*b[:3]), _bytes(*written), facts)
+        wants = kit.kernels("rows").Weights(sums, *[False] * 5)
+        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=wants)
+        launch = kit.Launcher(
+            kernels.gated_norm_backward_kernel, kernels.BackwardPointers, b.x.device, ("x", "z"), num_warps=tile.warps,
+            launch_pdl=pdl,
+        )  # fmt: skip
+        most = max(1, facts.multiprocessors * tile.programs_per_sm // groups)
+        finish = finishing(b.x.device, N, int(sums), most)
+
+        def run(b):
+            dy, x, z, weight = b
+            dx, dz = (dtype and dy.new_empty(dy.shape, dtype=dtype) for dtype in wanted[:2])
+            M = dy.numel() // N
+            dweight = wanted.dweight and (dy.new_empty if M else dy.new_zeros)(N, dtype=wanted.dweight)
+            tiles = -(-M // tile.rows)
+            programs = min(tiles, most)
+            partials = dy.new_empty(programs * N, dtype=torch.float32) if sums else None
+            x, z, _, steps = _placed(x, z)
+            launch(programs * groups, (dy, x, z, weight, dx, dz, partials), M, o.eps, *steps, tiles, variant)
+            if sums and M:
+                finish(programs, (partials, dweight, *[None] * 5))
+            return dx, dz, dweight
+
+        return run
+
+
+gated_norm = GatedNorm()
+
+
+def _backward_tile(n: int, vector: int, row_bytes: int, written_bytes: int, facts: Device) -> Tile:
+    """That of a norm with a branch, whose second x̂ takes as many registers as the gate; with two tiles ahead, where one alone
+    takes a third more time, and at most 24 columns in a thread."""
+    work = Work(vector, row_bytes, 2, written_bytes=written_bytes, splittable=False, branch=True)
+    tile = backward_tile(n, work, facts)
+    ahead = 2 * tile.programs_per_sm * tile.rows * -(-n // tile.block_n) * tile.block_n * row_bytes
+    if tile.looped or ahead + 4096 > facts.shared_memory:
+        return tile
+    return replace(tile, warps=tile.warps * (2 if n > 24 * 32 * tile.warps else 1), stages=max(3, tile.stages))
+
+
+def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> tuple[Any, int, bool | None]:
+    """With how many groups there are, and whether a launch may begin before the one ahead has ended."""
+    (two_levels, x_step, z_step), groups = _placed(i.x, i.z)[2], i.x.shape[-1] // o.group_size
+    variant = kit.kernels("gated").GatedVariant(
+        o.group_size, groups, o.norm_before_gate, o.activation == Gate.sigmoid, float(o.zero_centered_weight), tile.rows,
+        tile.block_n, _vector(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, EARLY_START=facts.since_sm_90,
+        **more,
+    )  # fmt: skip
+    return variant, groups, facts.since_sm_90 or None
+
+
+def _placed(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, tuple[bool, int, int], tuple[int, ...]]:
+    """Both, copied where their rows lie in yet another way; what kernels are compiled for: whether rows lie at two distances,
+    and the steps of x's and z's, of which those are multiples; how many rows lie at the inner one, and all in steps."""
+    if x.is_contiguous() and z.is_contiguous():
+        step = gcd(x.shape[-1], 8)
+        return x, z, (False, step, step), (1, *(x.shape[-1] // step, 0) * 2)
+    flat = x.dim() < 3 or x.numel() == 0 or not any(_view(t, 1) is None for t in (x, z))
+    inner = 1 if flat else x.shape[-2]
+    views = [_view(t.contiguous() if _view(t, inner) is None else t, inner) for t in (x, z)]
+    distances = [(t.stride(0), t.stride(1) * (inner > 1)) for t in views]
+    steps = [gcd(*of, 8) for of in distances]
+    numbers = [distance // step for of, step in zip(distances, steps, strict=True) for distance in of]
+    return *views, (inner > 1, *steps), (inner, *numbers)
+
+
+def _view(t: Tensor, inner: int) -> Any:
+    """[M / inner, inner, N] without a copy; None where rows lie in another way."""
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        return None
+    try:
+        return t.view(prod(t.shape[:-1]) // inner, inner, t.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def _vector(*of: Any) -> int:
+    """Elements in 16 bytes of the widest."""
+    return 16 // max(t.itemsize for t in of)
+
+
+def _bytes(*of: Any) -> int:
+    return sum(t.itemsize for t in of)

@@ -1,0 +1,386 @@
+"""Norms that are modulated per sample (adaLN, adaLN-zero): gated add → norm → scale and shift, in one kernel each way."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import checks, kit
+from .kernels import runs_kernels
+from .norm import bytes_of, vector_of
+from .reference import NORMS, Norm
+from .tiling import WHOLE_BACKWARD, Tile, Work, backward_tile, forward_tile
+from .torch_state import transformed_by_func
+
+
+def modulated_norm_fn(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    is_rms_norm: bool = False,
+    prenorm: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The site of DiT and other conditioned models (adaLN-zero, arXiv:2212.09748).
+
+        r = residual + gate ⊙ x                                          in fp32, rounded to the stream's dtype
+        y = (N(r) · weight + bias) ⊙ (1 + scale) + shift                 N: LayerNorm or RMSNorm
+
+    Gradients of scale, shift, gate, weight and bias are summed up in fp32 and in a fixed order.
+
+    Args:
+        x: (..., N), bf16, fp16 or fp32 in any mix with the others; fp64 too where PyTorch's operations run. The output of
+            attention or an MLP, or without residual and gate the stream itself. N is at most 8192 on kernels.
+        scale, shift, gate: one row of N numbers a sample: (B, N) for x (B, tokens, N). In general some leading dimensions of x
+            and then N, with or without ones between: (B, 1, N), (N,). Read as they lie in memory where rows lie at one
+            distance, as those of `projection.chunk(6, -1)` do. None is 0, 0 and 1.
+        residual: shape of x; the residual stream so far, in its own dtype.
+        weight, bias: (N,), of the norm; None is 1 and 0.
+        eps: added to the variance or the mean square.
+        is_rms_norm: compute RMSNorm.
+        prenorm: also return r, in the residual's dtype or x's. Without residual and gate it is x, or an alias of x if gradients
+            are recorded: the gradients of y and r then meet in one kernel.
+        out_dtype: of y; by default x's dtype.
+
+    Returns:
+        y, or (y, r).
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or number that is not as above; before anything is launched.
+    """
+    name = "modulated_norm_fn"
+    checks.check_input(name, x, checks.REFERENCE_DTYPES)
+    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
+    dtypes = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES
+    checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, residual=residual)
+    checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, weight=weight, bias=bias)
+    if out_dtype is not None and out_dtype not in dtypes:
+        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted: {', '.join(map(str, dtypes))}")
+    if kernels and x.shape[-1] > MOST_COLUMNS:
+        raise ValueError(f"{name}: x has rows of {x.shape[-1]}, expected at most {MOST_COLUMNS} where kernels run")
+    flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm)
+    scale, shift, gate = _per_sample(name, x, dtypes, scale=scale, shift=shift, gate=gate)
+    inputs = Inputs(x, residual, scale, shift, gate, weight, bias)
+    r_is_x = residual is None and gate is None
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    o = Options(
+        checks.as_eps(name, eps),
+        Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm,
+        x.dtype if out_dtype is None else out_dtype,
+        flags["prenorm"] and (trains or not r_is_x),
+    )
+    y, r, *_ = modulated_norm(inputs, o) if kernels else reference(inputs, o)
+    return (y, x if r is None else r) if flags["prenorm"] else y
+
+
+class ModulatedNorm(nn.Module):
+    """`modulated_norm_fn` with a norm's parameters, named as torch.nn.LayerNorm's.
+
+    Args:
+        hidden_size: N.
+        eps, is_rms_norm: as there.
+        elementwise_affine: whether there is a weight, and for LayerNorm a bias; DiT has none.
+        device, dtype: of these.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        is_rms_norm: bool = False,
+        elementwise_affine: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = checks.as_size("ModulatedNorm", "hidden_size", hidden_size, 1)
+        self.eps, self.is_rms_norm = checks.as_eps("ModulatedNorm", eps), is_rms_norm
+        ones = torch.ones(self.hidden_size, device=device, dtype=dtype)
+        self.weight = nn.Parameter(ones) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.zeros_like(ones)) if elementwise_affine and not is_rms_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        residual: Tensor | None = None,
+        gate: Tensor | None = None,
+        prenorm: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return modulated_norm_fn(
+            x, scale, shift, residual, gate, self.weight, self.bias,
+            eps=self.eps, is_rms_norm=self.is_rms_norm, prenorm=prenorm, out_dtype=out_dtype,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, is_rms_norm={self.is_rms_norm}, affine={self.weight is not None}"
+
+
+def _per_sample(name: str, x: Tensor, dtypes: Sequence[torch.dtype], **given: Tensor | None) -> list[Tensor | None]:
+    """Scale, shift and gate as [samples, N], views where they can be."""
+    N, most, leads = x.shape[-1], x.shape[:0], []
+    for argument, t in given.items():
+        lead = x.shape[:0]
+        if t is not None:
+            checks.check_operand(name, argument, t, x, dtypes)
+            lead = t.shape[:-1]
+            while lead and lead[-1] == 1:
+                lead = lead[:-1]
+            if t.dim() == 0 or t.shape[-1] != N or len(lead) == x.dim() or lead != x.shape[: len(lead)]:
+                raise ValueError(
+                    f"{name}: {argument} has shape {tuple(t.shape)}, expected the first dimensions of x {tuple(x.shape)}, "
+                    "those that count samples, and its last"
+                )
+        leads.append(lead)
+        most = lead if len(lead) > len(most) else most
+    samples, found = prod(most), []
+    for t, lead in zip(given.values(), leads, strict=True):
+        if t is not None and t.shape != (samples, N):
+            t = t.reshape(*lead, *[1] * (len(most) - len(lead)), N).expand(*most, N).reshape(samples, N)
+        found.append(t)
+    return found
+
+
+# ---- operator ----------------------------------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # (..., N)
+    residual: Tensor | None  # shape of x
+    scale: Tensor | None  # [samples, N], as are shift and gate
+    shift: Tensor | None
+    gate: Tensor | None
+    weight: Tensor | None  # [N]
+    bias: Tensor | None
+
+
+class Options(NamedTuple):
+    eps: float
+    norm: Norm
+    out_dtype: torch.dtype
+    prenorm: bool
+    trains: bool = False  # of a forward that has a backward
+
+
+class Outputs(NamedTuple):
+    y: Tensor
+    r: Tensor | None = None
+    stats: Tensor | None = None  # fp32: rstd of each row, and the mean if the norm centres
+
+
+class Backward(NamedTuple):
+    dy: Tensor | None
+    dr: Tensor | None
+    x: Tensor | None  # there where dgate may be wanted
+    r: Tensor
+    stats: Tensor
+    scale: Tensor | None  # the inputs end with these five too
+    shift: Tensor | None
+    gate: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def reference(i: Inputs, o: Options) -> Outputs:
+    """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64."""
+    x, residual, *vectors = i
+    wide = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in i) else torch.float32
+    samples = next((t.shape[0] for t in vectors[:3] if t is not None), 1)
+    tokens = x.numel() // x.shape[-1] // max(1, samples)
+    scale, shift, gate = (None if t is None else t.to(wide)[:, None] for t in vectors[:3])
+    weight, bias = (None if t is None else t.to(wide) for t in vectors[3:])
+    r = x.to(wide).reshape(samples, tokens, x.shape[-1])
+    r = r if gate is None else gate * r
+    r = r if residual is None else residual.to(wide).reshape(r.shape) + r
+    r = r.to(_stream(i))
+    y = NORMS[o.norm](r.to(wide), weight, bias, o.eps)
+    y = y if scale is None else y * (1 + scale)
+    y = y if shift is None else y + shift
+    return Outputs(y.to(o.out_dtype).reshape(x.shape), r.reshape(x.shape))
+
+
+class FusedModulatedNorm(kit.Op):
+    name, Inputs, Options, Outputs, Backward = "modulated_norm", Inputs, Options, Outputs, Backward
+
+    def width(self, tensors):
+        """And a number of elements of which those between two samples are a multiple: it decides how they are read."""
+        N = next(t.shape[-1] for t in tensors if t is not None)
+        return N, gcd(8, *[_distance(t) for t in tensors[-5:-2] if t is not None])
+
+    def written(self, given, o):
+        return ["y", *["r"] * (_adds(given) and (o.prenorm or o.trains)), *["stats"] * o.trains]
+
+    def asked(self, given, o):
+        return ["y", *["r"] * o.prenorm]
+
+    def view(self, given, o):
+        return (lambda i, outputs: (outputs[0], i[0].detach(), outputs[2])) if o.prenorm and not _adds(given) else None
+
+    def outputs(self, i, o):
+        written, shape = self.written(kit.names_of(i), o), i.x.shape
+        return Outputs(
+            i.x.new_empty(shape, dtype=o.out_dtype),
+            i.x.new_empty(shape, dtype=_stream(i)) if "r" in written else None,
+            i.x.new_empty(i.x.numel() // shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains else None,
+        )
+
+    def training(self, of, o, needs):
+        return o._replace(trains=True)
+
+    def kept(self, of, o, needs):
+        sources = super().kept(of, o, needs)
+        if of.residual is None and of.gate is None:
+            sources["r"] = "x"
+        if not needs[Inputs._fields.index("gate")]:
+            del sources["x"]
+        return sources
+
+    def wanted(self, of, o, needs, given):
+        reached = [name in ("x", "residual", "gate") or "dy" in given for name in Inputs._fields]
+        needs = tuple([need and is_reached for need, is_reached in zip(needs, reached, strict=True)])
+        wanted, sources = super().wanted(of, o, needs, given)
+        if of.gate is None and wanted.dx is not None and wanted.dx == wanted.dresidual:  # one gradient
+            wanted, sources["x"] = wanted._replace(dx=None), "dresidual"
+        return wanted, sources
+
+    def gradients(self, b, o, wanted):
+        like = {"dx": b.r, "dresidual": b.r, **{f"d{name}": getattr(b, name) for name in Inputs._fields[2:]}}
+        return self.Gradients(
+            *[d and like[n].new_empty(like[n].shape, dtype=d) for n, d in zip(wanted._fields, wanted, strict=True)]
+        )
+
+    def start(self, i, o):
+        kernels, facts, N = kit.kernels("modulated"), kit.device_facts(i.x.device), i.x.shape[-1]
+        rows, vectors = (i.x, i.residual), [t for t in i[2:] if t is not None]
+        work = Work(vector_of(*rows, o.out_dtype), bytes_of(*rows), len(vectors), bytes_of(*vectors))
+        tile, width = forward_tile(N, work, facts), self.width(i)
+        if tile.rows == 1 and N <= 4096 and work.vector == 8 and len(vectors) > 2:
+            # Scale, shift and gate wait in registers: twice as many threads (H100, 3072 columns: .92 → .96).
+            tile = replace(tile, warps=2 * tile.warps, block_n=min(2 * tile.block_n, 1 << (N - 1).bit_length()))
+        variant = _variant(width, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90)
+        launch = _launcher(kernels.modulated_forward_kernel, kernels.Pointers, i.x.device, tile.warps)
+
+        def run(i):
+            outputs = self.outputs(Inputs._make(i), o)
+            x, residual, *modulation, weight, bias = i
+            modulation, samples, steps = _rows(modulation, width[1])
+            M = x.numel() // N
+            tokens = M // max(1, samples)
+            tiles = -(-tokens // tile.rows)
+            tensors = (x, residual, *modulation, weight, bias, *outputs)
+            launch(samples * tiles, tensors, M, tokens, tiles, tile.prefetch_programs, o.eps, *steps, variant)
+            return outputs
+
+        return run
+
+    def start_backward(self, b, o, wanted):
+        kernels, device, N = kit.kernels("modulated"), b.r.device, b.r.shape[-1]
+        facts = kit.device_facts(device)
+        sums = (
+            bool(wanted.dscale or wanted.dweight),
+            bool(wanted.dshift or wanted.dbias or (wanted.dscale and b.bias is not None)),
+            bool(wanted.dgate),
+        )
+        rows, written = (b.dy, b.dr, b.x if wanted.dgate else None, b.r), (wanted.dx, wanted.dresidual)
+        # Three sums stay in registers where the tile for two has eight warps (H100, 5120 columns: .97; on sixteen .72).
+        weights = max(1, sum(sums)) if N <= 4096 else min(2, max(1, sum(sums)))
+        work = Work(vector_of(*rows, *written), bytes_of(*rows), weights, 0, bytes_of(*written), splittable=False)
+        tile, width = backward_tile(N, work, facts), self.width(b)
+        variant = _variant(width, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums)
+        launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps)
+        finish = [_launcher(kernels.finish_modulated_kernel, kernels.FinishPointers, device, 4) for _ in FINISH]
+        most_programs = facts.multiprocessors * tile.programs_per_sm
+
+        def run(b):
+            b = Backward._make(b)
+            found = self.gradients(b, o, wanted)
+            M = b.r.numel() // N
+            if M == 0:
+                return [t if t is None else t.zero_() for t in found]
+            (scale, _, gate), samples, (scale_steps, _, gate_steps) = _rows(b[-5:-2], width[1])
+            tokens = M // samples
+            tiles = -(-tokens // tile.rows)
+            each = -(-samples * tiles // most_programs)
+            programs = -(-samples * tiles // each)
+            partials = b.r.new_empty((programs + samples - 1, sum(sums), N), dtype=torch.float32) if any(sums) else None
+            x = b.x if wanted.dgate else None
+            tensors = (b.dy, b.dr, x, b.r, b.stats, scale, gate, b.weight, found.dx, found.dresidual, partials)
+            launch(programs, tensors, M, tokens, tiles, each, samples * tiles, scale_steps, gate_steps, variant)
+            if partials is None:
+                return found
+            of_samples = [d and b.r.new_empty((samples, N), dtype=torch.float32) for d in wanted[-2:]]
+            tensors = (partials, scale, b.weight, b.bias, *found[2:5], *of_samples)
+            how = programs > 16 * samples
+            block_p, block_n = FINISH[how]
+            finish[how](samples * -(-N // block_n), tensors, tiles, each, scale_steps, block_p, block_n, variant)
+            totals = [t if t is None else t.sum(0).to(d) for t, d in zip(of_samples, wanted[-2:], strict=True)]
+            return (*found[:-2], *totals)
+
+        return run
+
+
+modulated_norm = FusedModulatedNorm()
+
+# ---- launch ------------------------------------------------------------------------------------------------------------------
+
+MOST_COLUMNS = WHOLE_BACKWARD  # of whole rows; none is read twice
+FINISH = ((8, 256), (64, 32))  # partial sums and columns at once: where few programs share a sample, and where many do
+MODULATION = ("scale", "shift", "gate")
+
+
+def _launcher(kernel: Any, record: type, device: torch.device, warps: int) -> kit.Launcher:
+    pdl = kit.device_facts(device).since_sm_90 or None
+    return kit.Launcher(kernel, record, device, strided=MODULATION, num_warps=warps, launch_pdl=pdl)
+
+
+def _variant(width: tuple[int, int], o: Options, work: Work, tile: Tile, **more: Any) -> Any:
+    of_tile = ("rows", "block_n", "stages", "early_weights", "prefetch")
+    return kit.kernels("modulated").ModulatedVariant(
+        width[0],
+        NORM=int(o.norm),
+        BRANCH=False,
+        BRANCH_NORM=int(Norm.none),
+        RESIDUAL_SCALE=1.0,
+        DROPOUT=False,
+        OFFSET=0.0,
+        VECTOR=work.vector,
+        STEP=width[1],
+        **{name.upper(): getattr(tile, name) for name in of_tile},
+        **more,
+    )
+
+
+def _rows(modulation: Sequence[Tensor | None], step: int) -> tuple[list[Tensor | None], int, list[int]]:
+    """Scale, shift and gate with the columns of a row side by side; how many samples there are; the steps between them."""
+    found = [t if t is None or _is_dense(t) else t.contiguous() for t in modulation]
+    samples = next((t.shape[0] for t in found if t is not None), 1)
+    return found, samples, [0 if t is None else _distance(t) // step for t in found]
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.stride(1) == 1 or t.shape[1] == 1
+
+
+def _distance(t: Tensor) -> int:
+    """Of two rows, as `_rows` gives them."""
+    return 0 if t.shape[0] == 1 else t.stride(0) if _is_dense(t) else t.shape[1]
+
+
+def _adds(given: Collection[str]) -> bool:
+    """Whether r is another tensor than x."""
+    return "residual" in given or "gate" in given
+
+
+def _stream(i: Inputs) -> torch.dtype:
+    return i.x.dtype if i.residual is None else i.residual.dtype

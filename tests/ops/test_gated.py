@@ -1,0 +1,161 @@
+"""RMSNorm beside a gate: values and gradients against fp64 for both orders, groups, and rows as they lie in memory."""
+
+import pytest
+import torch
+
+from ops import GatedRMSNorm, gated, gated_rms_norm_fn, kit
+from ops.tiling import Tile
+
+from .cases import BF16, FP16, FP32, covering
+
+ERROR = {FP32: 2e-6, BF16: 2**-7, FP16: 2**-10}
+EPS = 0.1  # so large that it must not be forgotten anywhere
+
+
+def oracle(x, z, weight=None, norm_before_gate=True, group_size=None, activation="silu", zero_centered_weight=False, **_):
+    """One group after another, in the dtype that is given."""
+    a = torch.sigmoid(z) * (z if activation == "silu" else 1)
+    h = x if norm_before_gate else x * a
+    parts = h.split(group_size or x.shape[-1], -1)
+    y = torch.cat([part / (part.pow(2).mean(-1, keepdim=True) + EPS).sqrt() for part in parts], -1)
+    y = y if weight is None else y * (weight + 1 if zero_centered_weight else weight)
+    return y * a if norm_before_gate else y
+
+
+def check(x, z, weight=None, **how):
+    """Also that of one input alone each gradient has the same bits."""
+    given = [t for t in (x, z, weight) if t is not None]
+    leaves, exact = ([f(t.detach()).requires_grad_() for t in given] for f in (lambda t: t, torch.Tensor.double))
+    y, expected = gated_rms_norm_fn(*leaves, *[None] * (3 - len(given)), eps=EPS, **how), oracle(*exact, **how)
+    assert y.shape == expected.shape and y.dtype == how.get("out_dtype", x.dtype) and y.is_contiguous()
+    dy = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
+    gradients = torch.autograd.grad(y, leaves, dy)
+    for found, right in zip((y, *gradients), (expected, *torch.autograd.grad(expected, exact, dy.double())), strict=True):
+        assert found.shape == right.shape
+        assert (found.double() - right).norm() <= ERROR[found.dtype] * right.norm()
+    return gradients
+
+
+def drawn(shape, strides, dtype, device, generator):
+    """A tensor of the last dimensions of a wider one, of its heads, or with columns that are not neighbours."""
+    *lead, tokens, heads, n = shape
+    if strides == "columns":
+        t = torch.randn(*lead, tokens, heads, 2 * n + 8, generator=generator)[..., 8 : 8 + n]
+    elif strides == "heads":
+        t = torch.randn(*lead, tokens, heads * n + 16, generator=generator)[..., 16:].unflatten(-1, (heads, n))
+    elif strides == "transposed":
+        t = torch.randn(*lead, tokens, n, heads, generator=generator).mT
+    else:
+        t = torch.randn(shape, generator=generator)
+    made = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=device)
+    return made.copy_(t)
+
+
+STRIDES = ["dense", "columns", "heads", "transposed"]
+CASES = covering(
+    norm_before_gate=[True, False], width=[(48, 16), (128, None), (7, None), (1, 1), (1100, None)], x=[FP32, BF16, FP16],
+    z=[FP32, BF16], weight=[FP32, BF16, None], x_strides=STRIDES, z_strides=STRIDES, activation=["silu", "sigmoid"],
+    zero_centered_weight=[False, True], out_dtype=[None, FP32],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(device, case):
+    generator, (width, group_size) = torch.Generator().manual_seed(0), case["width"]
+    x, z = (drawn((2, 2, 2, width), case[f"{t}_strides"], case[t], device, generator) for t in "xz")
+    weight = None if case["weight"] is None else torch.randn(width, generator=generator).to(device, case["weight"])
+    names = ("norm_before_gate", "activation", "zero_centered_weight")
+    how = {name: case[name] for name in names} | {"group_size": group_size}
+    check(x, z, weight, **how | ({} if case["out_dtype"] is None else {"out_dtype": case["out_dtype"]}))
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+@pytest.mark.parametrize("looped", [True, False])
+def test_many_tiles_of_a_program_and_the_same_bits_each_time(device, norm_before_gate, looped, monkeypatch):
+    """Also rows that no program holds, which are read twice."""
+    facts = kit.device_facts(device)._replace(multiprocessors=2)
+    monkeypatch.setattr(kit, "device_facts", lambda _: facts)
+    tile = Tile(1 if looped else 4, 16, 1, programs_per_sm=1, looped=looped)
+    for name in ("forward_tile", "backward_tile"):
+        monkeypatch.setattr(gated, name, lambda *_: tile)
+    generator = torch.Generator().manual_seed(1)
+    x, z = (torch.randn(11, 48, generator=generator).to(device) for _ in range(2))
+    weight = torch.randn(48, generator=generator).to(device)
+    for group_size in (48, 24):
+        kit.forget()
+        found = [check(x, z, weight, norm_before_gate=norm_before_gate, group_size=group_size) for _ in range(2)]
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("frozen", ["x", "z", "weight", "x z", "z weight", "x weight"])
+def test_a_gradient_that_nobody_wants_is_not_computed_and_changes_no_other(device, frozen):
+    generator, found = torch.Generator().manual_seed(2), []
+    tensors = {name: torch.randn(5, 24, generator=generator).to(device) for name in ("x", "z")}
+    tensors["weight"] = torch.randn(24, generator=generator).to(device)
+    for without in (set(), set(frozen.split())):
+        leaves = {name: t.clone().requires_grad_(name not in without) for name, t in tensors.items()}
+        gated_rms_norm_fn(**leaves, norm_before_gate=False).square().sum().backward()
+        found.append({name: t.grad for name, t in leaves.items()})
+    for name, gradient in found[1].items():
+        assert gradient is None if name in frozen.split() else torch.equal(gradient, found[0][name])
+
+
+def test_slices_of_a_projection_and_its_heads_are_not_copied(device, monkeypatch):
+    own = torch.Tensor.contiguous
+
+    def refuse(t):
+        assert t.is_contiguous()
+        return own(t)
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", refuse)
+    projection = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(3)).to(device)
+    for z in (projection[..., 4:52], projection[..., 4:52].unflatten(-1, (3, 16))):
+        check(projection[..., 52:].view(z.shape) if z.dim() == 3 else projection[..., 52:].unflatten(-1, (3, 16)), z)
+
+
+def test_without_eps_rows_that_are_not_there_add_nothing(device):
+    x, z, weight = torch.ones(3, 24, device=device), torch.ones(3, 24, device=device), torch.ones(24, device=device)
+    x.requires_grad_()
+    weight.requires_grad_()
+    y = gated_rms_norm_fn(x, z, weight, eps=0.0)
+    dx, dweight = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    torch.testing.assert_close(dweight, 3 * torch.nn.functional.silu(z[0]))
+    torch.testing.assert_close(dx, torch.zeros_like(x), atol=1e-6, rtol=0)
+
+
+def test_no_rows(device):
+    norm = GatedRMSNorm(24, device=device)
+    norm(torch.randn(0, 24, device=device), torch.randn(0, 24, device=device)).sum().backward()
+    assert torch.equal(norm.weight.grad, torch.zeros(24, device=device))
+
+
+def test_the_module_takes_a_checkpoint_of_transformers_and_gives_the_same(device):
+    theirs = pytest.importorskip("transformers.models.mamba2.modeling_mamba2").MambaRMSNormGated(48, 16, eps=EPS).to(device)
+    theirs.weight.data.normal_()
+    norm = GatedRMSNorm(48, EPS, norm_before_gate=False, group_size=16, device=device)
+    norm.load_state_dict(theirs.state_dict())
+    x, z = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(4)).to(device)
+    torch.testing.assert_close(norm(x, z), theirs(x, z))
+
+
+def test_fp64_is_computed_by_pytorch(device):
+    x, z, weight = (torch.randn(shape, dtype=torch.float64, device=device) for shape in ((3, 8), (3, 8), 8))
+    torch.testing.assert_close(gated_rms_norm_fn(x, z, weight, EPS), oracle(x, z, weight), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"z": torch.ones(2, 4)}, r"z has shape \(2, 4\), expected \(2, 8\)"),
+        ({"weight": torch.ones(4)}, r"weight has shape \(4,\), expected \(8,\)"),
+        ({"group_size": 3}, "group_size is 3, expected a divisor of the 8 columns of x"),
+        ({"activation": "gelu"}, "activation is 'gelu', accepted: silu, sigmoid"),
+        ({"activation": ["silu"]}, r"activation is \['silu'\], accepted: silu, sigmoid"),
+        ({"eps": -1.0}, "eps must be a number of 0 or more"),
+        ({"out_dtype": torch.int8}, "out_dtype is torch.int8, accepted on"),
+    ],
+)
+def test_errors_name_the_argument(device, how, message):
+    given = {"x": torch.ones(2, 8), "z": torch.ones(2, 8), "weight": torch.ones(8)} | how
+    with pytest.raises(ValueError, match=f"gated_rms_norm_fn: {message}"):
+        gated_rms_norm_fn(**{name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()})

@@ -51,6 +51,7 @@ def gated_rms_norm_fn(
     checks.check_input(name, x, checks.REFERENCE_DTYPES)
     kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
     dtypes, width = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES, x.shape[-1]
+    checks.check_tensor(name, "z", z)
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, z=z)
     checks.check_operands(name, x, dtypes, ((width,),), checks.LAST_OF_X, weight=weight)
     group = width if group_size is None else checks.as_size(name, "group_size", group_size, 1)

@@ -40,7 +40,10 @@ class Adopted(nn.Module):
         return self._own.forward is self._recognised
 
     def __reduce_ex__(self, protocol):
-        return _rebuild, (self._kind, self._own, self._how, self.has_own_forward()), dict(vars(self))
+        cls = type(self)
+        if "_own" not in vars(cls):  # of another tool's class, as a parametrization's, which refuses this
+            return super().__reduce_ex__(protocol)
+        return _rebuild, (cls._kind, cls._own, cls._how, self.has_own_forward()), dict(vars(self))
 
 
 @cache

@@ -17,6 +17,9 @@ from .recognise import GRADIENT_TOLERANCE, OUT_DTYPES, TOLERANCE, undisturbed
 from .stand_ins import clone_of
 
 _SIZES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e3)  # of rows: where eps counts much, little and nothing
+_HALF, _FULL = torch.bfloat16, torch.float32
+_DTYPES = (_HALF, _HALF, _HALF), (_HALF, _HALF, _FULL), (_FULL, _FULL, _HALF)  # of x, gate and weight
+_OF_OTHER_GATES = (_HALF, _FULL, _HALF), (_FULL, _HALF, _FULL)
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class GatedFormula:
     options: Options  # all but out_dtype
     out_dtype: str  # a key of OUT_DTYPES
     arguments: tuple[str, ...]  # the names of the two inputs of forward
+    weight: str  # the name of the parameter
+    takes_any_gate: bool  # the output has that dtype also where the gate has another one than x
 
     def __str__(self) -> str:
         o, parts = self.options, ("RMSNorm", f"{self.options.activation.name} gate")
@@ -33,7 +38,6 @@ class GatedFormula:
 class AdoptedGatedNorm(Adopted):
     """A gated norm of somebody's model that runs `gated_rms_norm_fn`."""
 
-    _what = "gated norm"
     _how: GatedFormula
 
     @classmethod
@@ -51,7 +55,9 @@ def _ours(formula: GatedFormula, own: Callable) -> Callable:
         x, z = map(cast(Any, given).get, formula.arguments)
         if len(args) + len(kwargs) != 2 or not (is_known(x) and is_known(z)) or x.shape != z.shape:
             return own(self, *args, **kwargs)  # without a gate, or what it raises
-        (weight,) = self._parameters.values()
+        if x.dtype != z.dtype and not formula.takes_any_gate:
+            return own(self, *args, **kwargs)
+        weight = getattr(self, formula.weight)  # which a parametrization or FullyShardedDataParallel may compute
         return gated_rms_norm_fn(x, z, weight, *options, OUT_DTYPES[formula.out_dtype](x.dtype, weight.dtype))
 
     return forward
@@ -97,9 +103,10 @@ def _tried(module: nn.Module, name: str, width: int, arguments: tuple[str, ...])
         o = Options(eps, size, gate, first, offset, torch.float64)
         exact = _results(partial(reference, o=o), [t.double() for t in inputs])
         if all(_same(one, exact) for one in found):
-            return next(
-                (GatedFormula(o, rule, arguments) for rule in OUT_DTYPES if _has_dtype(own, inputs, OUT_DTYPES[rule])), None
-            )
+            rule = next((rule for rule in OUT_DTYPES if _has_dtype(own, inputs, rule, _DTYPES)), None)
+            if rule is None:
+                return None
+            return GatedFormula(o, rule, arguments, name, _has_dtype(own, inputs, rule, _OF_OTHER_GATES))
     return None
 
 
@@ -116,10 +123,10 @@ def _same(found: list[Tensor], exact: list[Tensor]) -> bool:
     return off[0] < TOLERANCE and max(off) < GRADIENT_TOLERANCE
 
 
-def _has_dtype(own: Callable[..., Tensor], inputs: Any, rule: Callable[[torch.dtype, torch.dtype], torch.dtype]) -> bool:
-    """Whether this rule gives the dtype of the output."""
-    half, full = torch.bfloat16, torch.float32
-    for x, weight in ((half, half), (half, full), (full, half)):
-        if own(inputs[0].to(x), inputs[1].to(x), inputs[2].to(weight)).dtype != rule(x, weight):
+def _has_dtype(own: Callable[..., Tensor], inputs: Any, rule: str, of: tuple[tuple[torch.dtype, ...], ...]) -> bool:
+    """Whether this rule gives the dtype of the output for inputs of these dtypes."""
+    for dtypes in of:
+        x, _, weight = dtypes
+        if own(*[t.to(dtype) for t, dtype in zip(inputs, dtypes, strict=True)]).dtype != OUT_DTYPES[rule](x, weight):
             return False
     return True

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..gated import GatedRMSNorm
+from ..modulated import ModulatedNorm
 from ..modules import MODULES
 from ..norm import norm_fn
 from . import lazy
@@ -60,9 +61,9 @@ def replace_norms(model: nn.Module, *, only: Only = None, verbose: bool = True) 
 
 
 def _replace(name: str, module: nn.Module, only: Only) -> Site | None:
-    ours = AdoptedNorm, AdoptedGatedNorm, GatedRMSNorm, *MODULES.values()
-    if {cls.__name__ for cls in type(module).__mro__} & {"_Fused", *(cls.__name__ for cls in ours[:3])}:
-        by = "" if isinstance(module, ours) else ", by another copy of this package"
+    is_ours = isinstance(module, (AdoptedNorm, AdoptedGatedNorm, GatedRMSNorm, ModulatedNorm, *MODULES.values()))
+    if is_ours or {cls.__name__ for cls in type(module).__mro__} & {"_Fused", AdoptedNorm.__name__, AdoptedGatedNorm.__name__}:
+        by = "" if is_ours else ", by another copy of this package"
         return Site(name, _described(module), False, f"it is fused already{by}")
     if not may_be_a_norm(module, name):
         return None
@@ -71,17 +72,21 @@ def _replace(name: str, module: nn.Module, only: Only) -> Site | None:
         return Site(name, was, False, formula) if looks_like_a_norm(module, name) else None
     if only is not None and not only(name, module):
         return Site(name, was, False, "`only` returned False for it")
-    if isinstance(formula, GatedFormula):
-        become(module, AdoptedGatedNorm, formula)
-        return Site(name, was, True, str(formula))
-    shown: dict[str, Any] = {"normalized_shape": () if formula.width is None else (formula.width,)}  # as torch's norms and ours
-    shown |= {"elementwise_affine": formula.weight is not None, "zero_centered_weight": formula.zero_centered_weight}
-    shown |= {name: vars(module)[name] for name in shown if name in vars(module)}
     try:
-        become(module, AdoptedNorm, MODULES[formula.norm], **shown, formula=formula, eps=formula.eps)
+        if isinstance(formula, GatedFormula):
+            become(module, AdoptedGatedNorm, formula)
+        else:
+            become(module, AdoptedNorm, MODULES[formula.norm], **_shown(module, formula), formula=formula, eps=formula.eps)
     except TypeError as error:
         return Site(name, was, False, f"Python can't give its class a subclass: {error}")
     return Site(name, was, True, str(formula))
+
+
+def _shown(module: nn.Module, formula: Formula) -> dict[str, Any]:
+    """Attributes as torch's norms and ours have them; its own where it has them."""
+    shown: dict[str, Any] = {"normalized_shape": () if formula.width is None else (formula.width,)}
+    shown |= {"elementwise_affine": formula.weight is not None, "zero_centered_weight": formula.zero_centered_weight}
+    return {name: vars(module).get(name, value) for name, value in shown.items()}
 
 
 def _described(module: nn.Module) -> str:

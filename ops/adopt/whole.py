@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .adopted import Adopted, Only, restore
 from .blocks import AdoptedBlock, fuse
+from .gated import AdoptedGatedNorm
 from .loss import calls_loss, replace_loss, restore_loss
 from .mlp import replace_mlps
 from .norms import AdoptedNorm, Site, replace_norms
@@ -249,8 +250,9 @@ def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 def _functional_norms(model: nn.Module) -> list[str]:
     """A line for each class whose forward, or what it calls of its own file, calls F.rms_norm or F.layer_norm."""
     lines: dict[str, None] = {}
+    norms = AdoptedNorm, AdoptedGatedNorm, nn.LayerNorm, nn.RMSNorm
     for cls, module in {type(module): module for module in model.modules()}.items():
-        if isinstance(module, AdoptedNorm | nn.LayerNorm | nn.RMSNorm) or cls.__module__.startswith("torch."):
+        if isinstance(module, norms) or cls.__module__.startswith("torch."):
             continue
         called: list[Any] = [inspect.unwrap(cls.forward)]
         for function in called:  # which grows

@@ -147,6 +147,7 @@ def test_fp64_is_computed_by_pytorch(device):
     ("how", "message"),
     [
         ({"z": torch.ones(2, 4)}, r"z has shape \(2, 4\), expected \(2, 8\)"),
+        ({"z": None}, "z must be a tensor, got NoneType"),
         ({"weight": torch.ones(4)}, r"weight has shape \(4,\), expected \(8,\)"),
         ({"group_size": 3}, "group_size is 3, expected a divisor of the 8 columns of x"),
         ({"activation": "gelu"}, "activation is 'gelu', accepted: silu, sigmoid"),
@@ -157,5 +158,5 @@ def test_fp64_is_computed_by_pytorch(device):
 )
 def test_errors_name_the_argument(device, how, message):
     given = {"x": torch.ones(2, 8), "z": torch.ones(2, 8), "weight": torch.ones(8)} | how
-    with pytest.raises(ValueError, match=f"gated_rms_norm_fn: {message}"):
+    with pytest.raises((ValueError, TypeError), match=f"gated_rms_norm_fn: {message}"):
         gated_rms_norm_fn(**{name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()})

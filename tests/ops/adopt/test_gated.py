@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ops import adopt, replace_norms, restore_norms
 from ops.adopt.gated import AdoptedGatedNorm
@@ -76,6 +77,38 @@ class Other(nn.Module):
         gate = torch.tanh(gate) if self.what == "tanh" else nn.functional.silu(gate)
         y = x * torch.rsqrt(statistic + (1e-5 if self.what == "another eps" else self.eps)) * self.weight * gate
         return y.clamp(-3, 3) if self.what == "clamped" else y
+
+
+class GatedRMSNorm(Other):
+    """With the name of ours."""
+
+
+def test_one_that_calls_a_function_is_fused_and_told_of_as_that():
+    class GatedNorm(GatedRMSNorm):
+        def forward(self, x, gate):
+            return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps) * nn.functional.silu(gate)
+
+    assert str(adopt(nn.ModuleList([GatedNorm("")]), blocks=False, verbose=False)) == "0: GatedNorm(48), fused"
+
+
+def test_a_gate_of_another_dtype_changes_that_of_the_output_as_before():
+    norm, x, z = GatedRMSNorm("as it is").bfloat16(), torch.ones(2, 48, dtype=torch.bfloat16), torch.ones(2, 48)
+    expected = norm(x, z)
+    assert expected.dtype == torch.float32
+    assert replace_norms(norm, verbose=False)[0].fused
+    torch.testing.assert_close(norm(x, z), expected)
+
+
+def test_a_weight_that_a_parametrization_computes():
+    norm, x, z = GatedRMSNorm("as it is"), *torch.linspace(-1, 1, 192).view(2, 2, 48)
+    expected = 2 * norm(x, z)
+    replace_norms(norm, verbose=False)
+    twice = nn.Identity()
+    twice.forward = lambda weight: 2 * weight
+    parametrize.register_parametrization(norm, "weight", twice)
+    torch.testing.assert_close(norm(x, z), expected)
+    with pytest.raises(RuntimeError, match="only supported through state_dict"):
+        pickle.dumps(norm)
 
 
 @pytest.mark.parametrize("what", ["as it is", "detached", "tanh", "another eps", "clamped"])

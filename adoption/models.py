@@ -55,10 +55,13 @@ def check_comparable(model_a: nn.Module, model_b: nn.Module) -> None:
             raise ValueError(f"check_parity: {name} differs between the models; load the state_dict of one into the other")
 
 
+FUSED = ("_Fused", "AdoptedGatedNorm")  # names of the classes
+
+
 def fused_norms(model: nn.Module) -> list[str]:
     """The names of the norms that are those of `ops`, or of a copy of it: the installed `prenorm` or a folder."""
     ours = {
-        name.replace(f"{WRAPPED}.", "") or "model_a itself": any(cls.__name__ == "_Fused" for cls in type(module).__mro__)
+        name.replace(f"{WRAPPED}.", "") or "model_a itself": any(cls.__name__ in FUSED for cls in type(module).__mro__)
         for name, module in model.named_modules()
     }
     return [name for name, is_ours in ours.items() if is_ours]

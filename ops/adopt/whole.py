@@ -50,7 +50,7 @@ class Adoption:
                 sums = "the stream past it" if path == trial.enters else "the add before it"
                 along[f"{block}.{path}".strip(".")] = f"with {', '.join((sums, *features))}"
         lines = [
-            (site.name, f"{site.was}, {along.get(site.name, 'fused') if site.fused else f'left alone: {site.why}'}")
+            (site.name, f"{site.was}, {along.get(site.name, 'fused' if site.fused else f'left alone: {site.why}')}")
             for site in self.norms
         ]
         for name, why in self.left.items():

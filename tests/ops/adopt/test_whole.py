@@ -164,7 +164,8 @@ def test_only_and_blocks_choose_and_a_second_call_changes_nothing():
     assert [*found.blocks] == ["blocks.0"] and sum(site.fused for site in found.norms) == 2
     restore_norms(model, verbose=False)
     assert not adopt(model, blocks=False, verbose=False).blocks
-    assert len(adopt(model, verbose=False).blocks) == 2
+    found = adopt(model, verbose=False)
+    assert len(found.blocks) == 2 and "ln_1: 2 × LayerNorm(16), with the stream past it" in str(found)
     hooks = [[*module._forward_hooks] for module in model.modules()]
     assert not adopt(model, verbose=False).blocks
     assert [[*module._forward_hooks] for module in model.modules()] == hooks

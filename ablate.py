@@ -157,6 +157,7 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
         config=configs.to_yaml(works[0].variant.cfg),
         kernels=ops.backend_for(device) != "PyTorch reference",
         notes=sizes,
+        code=code(),
     )
     replace_text(folder / "config.yaml", found.config)
     if str(cycles):

@@ -32,6 +32,7 @@ from measure import tables
 from measure.environment import environment
 from measure.files import relative, replace_text
 from measure.progress import progress
+from measure.sources import code
 from measure.store import Store, comparable
 from study import ladder, report, tracking
 from study.analysis import analyse
@@ -96,6 +97,7 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
     here = environment(precision.device)
     made = comparable(here)
+    code()  # of what is loaded, as it is now: its files may change before the report has it
     with as_config_errors():
         # Seeds that are compared at a single rate may be those that choose among several.
         store = Store(folder / "runs.jsonl", made | {"several rates": len(study.rates) > 1})

@@ -115,6 +115,7 @@ class Results:
         self.environment, self.command = environment, command
         self.records: list[Record] = []
         self.of_others: list[sources.Code] = []  # what processes that this one started have run
+        sources.code()  # of what is loaded, as it is now: its files may change before the record has it
 
     def add(self, records: Iterable[Record]) -> None:
         """Writes one record a line, so that a diff shows the changed cells, and what has run so far."""

@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PRESENTING = ("plots", "report", "tables", "tracking")  # names of modules that measure nothing
-STEP = ("data", "model", "ops", "training")  # folders that a training step is made of
+STEP = ("data", "measure/clock.py", "measure/graph.py", "model", "ops", "training")  # what makes and times a training step
 Code = dict[str, Any]
 
 
@@ -64,9 +64,10 @@ def other_versions(record: Mapping[str, Any], versions: Mapping[str, str], are: 
     return [f"{name} {measured[name]} was measured, {versions[name]} is {are}" for name in differ]
 
 
-def folders_hash(*folders: str) -> str:
-    """Of all modules of these folders, imported or not: processes whose measurements belong together have the same."""
-    files = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+def modules_hash(*names: str) -> str:
+    """Of modules and folders of them, imported or not: processes whose measurements belong together have the same."""
+    found = {path for name in names for path in ((ROOT / name).rglob("*.py") if (ROOT / name).is_dir() else [ROOT / name])}
+    files = sorted(path for path in found if path.stem not in PRESENTING)
     return _short("".join(f"{path.relative_to(ROOT).as_posix()} {_hash_of(path)}\n" for path in files))
 
 

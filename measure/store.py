@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from measure.files import json_text, relative, replace_text
-from measure.sources import STEP, folders_hash
+from measure.sources import STEP, modules_hash
 from measure.tables import flat
 
 
@@ -75,7 +75,7 @@ class Store:
 def comparable(environment: Mapping[str, Any]) -> dict[str, Any]:
     """What training steps have to agree in to be compared, of the facts of `measure.environment`: card, versions, code."""
     versions = {name: environment["versions"][name] for name in ("torch", "triton")}
-    return {"card": (environment["gpu"] or {"name": "CPU"})["name"], "code": folders_hash(*STEP)} | versions
+    return {"card": (environment["gpu"] or {"name": "CPU"})["name"], "code": modules_hash(*STEP)} | versions
 
 
 def _shown(value: Any) -> str:

@@ -129,7 +129,7 @@ def study_of(arguments: Sequence[str], size: str = "") -> Study:
     first = next(iter(arms.values()))
     made = [Arm(name, cfg) for name, cfg in arms.items()]
     rules.check_given(configs.given(given), list(arms.values()))
-    if size and "logging.wandb" in configs.given(given) and first.logging.wandb is not WandbMode.disabled:
+    if size and "logging.wandb" in configs.given(given) and first.logging.wandb not in (None, WandbMode.disabled):
         raise ConfigError(f"logging.wandb={first.logging.wandb}: compare.sizes is in no W&B run. Leave it out.")
     return _checked(Study(made, rates or [first.optim.lr], seeds or [first.seed], words))
 

@@ -125,8 +125,10 @@ class Runs:
         self.found = Found(study.cfg.compare.diverged)
         for line in store.lines:
             self.found.add(line)
+        there = {line["arm"] for line in store.lines}
         for arm in study.arms:
-            store.agree(study.facts(arm), arm.name)
+            if arm.name in there:  # else its keys may still change
+                store.agree(study.facts(arm), arm.name)
         self._arm: tuple[str, int] | None = None
 
     def engine(self, arm: Arm) -> Engine:
@@ -139,7 +141,8 @@ class Runs:
         assert self._engine is not None
         return self._engine
 
-    def keep(self, line: dict[str, Any]) -> None:
+    def keep(self, arm: Arm, line: dict[str, Any]) -> None:
+        self.store.agree(self.study.facts(arm), arm.name)
         line["made"] = self.made
         self.store.add(line)
         self.found.add(line)
@@ -153,7 +156,7 @@ class Runs:
                 if (seed, rate) not in had:
                     engine = self.engine(arm)
                     engine.begin(arm.at(rate, seed))
-                    self.keep(asdict(train(engine, arm.name, stage, self.found, until or steps)))
+                    self.keep(arm, asdict(train(engine, arm.name, stage, self.found, until or steps)))
                 self.done()
 
     def time(self, arm: Arm) -> None:
@@ -163,7 +166,7 @@ class Runs:
             engine = self.engine(arm)
             engine.begin(arm.cfg)
             times = block_times(wanted, engine, cycles, self.precision, self.corpus)
-            self.keep({"arm": arm.name, "times": times})
+            self.keep(arm, {"arm": arm.name, "times": times})
 
 
 def train(engine: Engine, name: str, stage: str, found: Found, end: int) -> Result:

@@ -76,6 +76,19 @@ def test_cut_at_random_places_it_ends_with_the_same_runs(studied, tiny, tmp_path
         assert same(map(asdict, runs.found.results)) == same(results(studied)) == same(results(tmp_path))
 
 
+def test_the_keys_of_an_arm_may_change_until_it_has_a_run(tiny, tmp_path):
+    def opened(beta2):
+        study = study_of([*tiny, f"optim.beta2={beta2}"])
+        corpus = load_corpus(study.cfg.data, study.cfg.tokenizer, context=study.cfg.model.context)
+        return Runs(study, precision(torch.float32), corpus, Store(tmp_path / "runs.jsonl", {"card": "this"}))
+
+    opened(0.9)
+    runs = opened(0.95)
+    runs.keep(runs.study.baseline, {"arm": runs.study.baseline.name, "times": {}})
+    with pytest.raises(ValueError, match=r"this configuration is of something else: optim\.beta2=0\.9, there 0\.95"):
+        opened(0.9)
+
+
 def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied, tiny, tmp_path, capsys):
     folder = tmp_path / "study"
     command = [sys.executable, str(ROOT / "compare.py"), *tiny, *SWEEP, f"folder={folder}", "resume=auto"]
@@ -100,7 +113,7 @@ def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied,
 
 
 def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("measure.store.folders_hash", lambda *_: "other")
+    monkeypatch.setattr("measure.store.modules_hash", lambda *_: "other")
     assert compare.main([*tiny, *SWEEP, f"folder={studied}", "resume=auto"]) == 2
     assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from measure import sources
-from measure.sources import ROOT, changes, code, other_versions, ptx_hash, together, tree_hash
+from measure.sources import ROOT, STEP, changes, code, modules_hash, other_versions, ptx_hash, together, tree_hash
 
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 SLEEP = "import time; time.sleep(0.001)"
@@ -80,6 +80,18 @@ def test_code_has_the_imported_modules_but_for_tests_and_those_that_say_what_was
     one, other = ({"modules": {name: "1"}, "kernels": {"k": [name]}, "backward": "one thread"} for name in "ab")
     both = {"modules": {"a": "1", "b": "1"}, "kernels": {"k": ["a", "b"]}, "backward": "one thread"}
     assert together([one, other, one]) == both
+
+
+def test_processes_agree_in_what_makes_and_times_a_step_and_not_in_what_tells_of_it(tmp_path, monkeypatch):
+    for name in STEP:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1") if name.endswith(".py") else (tmp_path / name).mkdir(exist_ok=True)
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    hashes = [modules_hash(*STEP)]
+    for name in ("training/tracking.py", "measure/plots.py", "training/step.py", "measure/graph.py"):
+        (tmp_path / name).write_text("x = 2")
+        hashes.append(modules_hash(*STEP))
+    assert hashes[0] == hashes[1] == hashes[2] and len(set(hashes)) == 3
 
 
 def test_trees_differ_by_what_runs():

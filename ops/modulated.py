@@ -1,6 +1,6 @@
 """Norms that are modulated per sample (adaLN, adaLN-zero): gated add → norm → scale and shift, in one kernel each way."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import gcd
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import checks, kit
 from .kernels import runs_kernels
-from .norm import bytes_of, empty_outputs, vector_of
+from .norm import bytes_of, empty_as, vector_of
 from .reference import NORMS, Norm
 from .tiling import WHOLE_BACKWARD, Tile, Work, backward_tile, forward_tile
 from .torch_state import is_eager, kinds_of, transformed_by_func
@@ -41,8 +41,8 @@ def modulated_norm_fn(
         x: (..., N), bf16, fp16 or fp32 in any mix with the others; fp64 too where PyTorch's operations run. The output of
             attention or an MLP, or without residual and gate the stream itself. N is at most 8192 on kernels.
         scale, shift, gate: one row of N numbers a sample: (B, N) for x (B, tokens, N). In general some leading dimensions of x
-            and then N, with or without ones between: (B, 1, N), (N,). Read as they lie in memory where rows lie at one
-            distance, as those of `projection.chunk(6, -1)` do. None is 0, 0 and 1.
+            and then N, with or without ones between: (B, 1, N), (N,). Those of `projection.chunk(6, -1)` are read where they
+            lie. None is 0, 0 and 1.
         residual: shape of x; the residual stream so far, in its own dtype.
         weight, bias: (N,), of the norm; None is 1 and 0.
         eps: added to the variance or the mean square.
@@ -59,15 +59,14 @@ def modulated_norm_fn(
     """
     inputs, request = (x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype)
     key = _key(inputs, request)
-    o, run = None if key is None else kit.recall(key), modulated_norm
-    if o is None:
-        o, kernels = _checked(inputs, *request)
-        vectors = _of_samples(x, scale, shift, gate)
-        if key is not None and kernels and vectors is None:
+    o = None if key is None else kit.recall(key)
+    if o is not None:
+        y, r, *_ = modulated_norm(inputs, o)
+    else:
+        fitting, o, kernels, alike = _checked(inputs, *request)
+        y, r, *_ = modulated_norm(fitting, o) if kernels else reference(fitting, o)
+        if key is not None and kernels and alike:
             kit.remember(key, o)
-        inputs = inputs if vectors is None else (x, residual, *vectors, weight, bias)
-        run = modulated_norm if kernels else reference
-    y, r, *_ = run(inputs, o)
     return (y, x if r is None else r) if prenorm else y
 
 
@@ -112,58 +111,42 @@ def _key(inputs: tuple, request: tuple) -> tuple | None:
     plain = type(eps) is float and type(is_rms_norm) is type(prenorm) is bool
     if kinds is None or not plain or not (out_dtype is None or type(out_dtype) is torch.dtype):
         return None
-    return kinds, tuple([None if t is None else t.shape for t in inputs]), _trains(inputs), request
+    return kinds, tuple([None if t is None else t.shape for t in inputs]), torch.is_grad_enabled(), request
 
 
-def _checked(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any) -> tuple["Options", bool]:
-    """With whether kernels run."""
+def _checked(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any) -> tuple[tuple, "Options", bool, bool]:
+    """The inputs, of which scale, shift and gate have x's dimensions and one shape; options; whether kernels run; whether those
+    three had one shape already, but for ones."""
     name, (x, residual, scale, shift, gate, weight, bias) = "modulated_norm_fn", inputs
     checks.check_input(name, x, checks.REFERENCE_DTYPES)
     kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
     dtypes, N = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES, x.shape[-1]
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, residual=residual)
     checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, weight=weight, bias=bias)
-    for argument, t in (("scale", scale), ("shift", shift), ("gate", gate)):
+    vectors = {"scale": scale, "shift": shift, "gate": gate}
+    expected = [(*x.shape[:leading], *[1] * (x.dim() - 1 - leading), N) for leading in range(x.dim())]
+    for argument, t in vectors.items():
         if t is not None:
             checks.check_operand(name, argument, t, x, dtypes)
-            lead = _lead(t)
-            if t.dim() == 0 or t.shape[-1] != N or len(lead) == x.dim() or lead != x.shape[: len(lead)]:
+            shape = (*t.shape[:-1], *[1] * (x.dim() - t.dim()), *t.shape[-1:])
+            if t.dim() == 0 or all(shape != accepted for accepted in expected):
                 raise ValueError(
                     f"{name}: {argument} has shape {tuple(t.shape)}, expected the first dimensions of x {tuple(x.shape)}, "
                     "those that count samples, and its last"
                 )
+            vectors[argument] = t.reshape(shape)
+    shapes = [t.shape for t in vectors.values() if t is not None]
+    most = torch.broadcast_shapes(*shapes)
+    scale, shift, gate = (None if t is None else t.expand(most) for t in vectors.values())
     if out_dtype is not None and out_dtype not in dtypes:
         raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted: {', '.join(map(str, dtypes))}")
     if kernels and N > MOST_COLUMNS:
         raise ValueError(f"{name}: x has rows of {N}, expected at most {MOST_COLUMNS} where kernels run")
     flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm)
     norm = Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm
-    asks = flags["prenorm"] and (_trains(inputs) or residual is not None or gate is not None)  # else r is x
-    return Options(checks.as_eps(name, eps), norm, out_dtype or x.dtype, asks), kernels
-
-
-def _of_samples(x: Tensor, *vectors: Tensor | None) -> list[Tensor | None] | None:
-    """Scale, shift and gate with as many rows as the one that has most; None where they are so already."""
-    leads = [x.shape[:0] if t is None else _lead(t) for t in vectors]
-    most = max(leads, key=len)
-    if all(t is None or len(lead) == len(most) for t, lead in zip(vectors, leads, strict=True)):
-        return None
-    return [
-        t if t is None else t.reshape(*lead, *[1] * (len(most) - len(lead)), x.shape[-1]).expand(*most, x.shape[-1])
-        for t, lead in zip(vectors, leads, strict=True)
-    ]
-
-
-def _lead(t: Tensor) -> torch.Size:
-    """The dimensions that count samples."""
-    lead = t.shape[:-1]
-    while lead and lead[-1] == 1:
-        lead = lead[:-1]
-    return lead
-
-
-def _trains(tensors: Iterable[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    returns_r = flags["prenorm"] and (residual is not None or gate is not None or torch.is_grad_enabled())  # else it is x
+    o = Options(checks.as_eps(name, eps), norm, out_dtype or x.dtype, returns_r)
+    return (x, residual, scale, shift, gate, weight, bias), o, kernels, all(shape == most for shape in shapes)
 
 
 # ---- operator ----------------------------------------------------------------------------------------------------------------
@@ -207,18 +190,14 @@ class Backward(NamedTuple):
 
 
 def reference(i: Any, o: Options) -> Outputs:
-    """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64."""
-    N, wide = i[0].shape[-1], torch.float64 if any(t is not None and t.dtype == torch.float64 for t in i) else torch.float32
-    x, residual, scale, shift, gate, weight, bias = (None if t is None else t.to(wide) for t in i)
-    samples = next((t.numel() // N for t in (scale, shift, gate) if t is not None), 1)
-    rows = (samples, x.numel() // N // max(1, samples), N)
-    scale, shift, gate = (None if t is None else t.reshape(samples, 1, N) for t in (scale, shift, gate))
-    r = x.reshape(rows) if gate is None else gate * x.reshape(rows)
-    r = (r if residual is None else residual.reshape(rows) + r).to(_stream(i))
+    """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64. i: as `_checked` returns them."""
+    wide = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in i) else torch.float32
+    x, residual, scale, shift, gate, weight, bias = (t if t is None else t.to(wide) for t in i)
+    r: Any = x if gate is None else gate * x
+    r = (r if residual is None else residual + r).to(_stream(i))
     y = NORMS[o.norm](r.to(wide), weight, bias, o.eps)
     y = y if scale is None else y * (1 + scale)
-    y = y if shift is None else y + shift
-    return Outputs(y.to(o.out_dtype).reshape(x.shape), r.reshape(x.shape))
+    return Outputs((y if shift is None else y + shift).to(o.out_dtype), r)
 
 
 class FusedModulatedNorm(kit.Op):
@@ -234,14 +213,13 @@ class FusedModulatedNorm(kit.Op):
         return (lambda i, outputs: (outputs[0], i[0].detach(), outputs[2])) if o.prenorm and not _adds(given) else None
 
     def outputs(self, i, o):
-        names, kinds = self.kinds(i, o)
-        return kit.fill(Outputs, names, empty_outputs(i.x, kinds, i.x.numel() // i.x.shape[-1]))
-
-    def kinds(self, i, o):
-        """Of the outputs that are written, the names and what `norm.empty_outputs` is told."""
-        every = {"y": (o.out_dtype, None), "r": (_stream(i), None), "stats": (torch.float32, o.norm.statistics)}
-        names = self.written(kit.names_of(i), o)
-        return names, [every[name] for name in names]
+        x, residual, _, _, gate, _, _ = i
+        stores_r = (residual is not None or gate is not None) and (o.prenorm or o.trains)
+        return Outputs(
+            empty_as(x, o.out_dtype),
+            empty_as(x, _stream(i)) if stores_r else None,
+            x.new_empty(x.numel() // x.shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains else None,
+        )
 
     def training(self, of, o, needs):
         return o._replace(trains=True)
@@ -263,10 +241,8 @@ class FusedModulatedNorm(kit.Op):
         return wanted, sources
 
     def gradients(self, b, o, wanted):
-        like = (b[3], b[3], *b[-5:])
-        dense = torch.contiguous_format
-        found = [d and torch.empty_like(t, dtype=d, memory_format=dense) for t, d in zip(like, wanted, strict=True)]
-        return self.Gradients._make(found)
+        like = (b[3], b[3], *b[-5:])  # r twice
+        return self.Gradients._make([d and empty_as(t, d) for t, d in zip(like, wanted, strict=True)])
 
     def start(self, i, o):
         kernels, facts, N = kit.kernels("modulated"), kit.device_facts(i.x.device), i.x.shape[-1]
@@ -278,19 +254,16 @@ class FusedModulatedNorm(kit.Op):
             tile = replace(tile, warps=2 * tile.warps, block_n=min(2 * tile.block_n, 1 << (N - 1).bit_length()))
         variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90)
         launch = _launcher(kernels.modulated_forward_kernel, kernels.Pointers, i.x.device, tile.warps)
-        names, kinds = self.kinds(i, o)
-        complete, rows_of_tile = kit.picker(Outputs._fields, names), tile.rows
-        numbers, step = (tile.prefetch_programs, o.eps), gcd(8, N)
 
         def run(i):
             x, residual, *modulation, weight, bias = i
-            modulation, samples, steps = _rows(modulation, step)
+            modulation, samples, steps = _rows(modulation)
             M = x.numel() // N
             tokens = M // max(1, samples)
-            tiles = -(-tokens // rows_of_tile)
-            outputs = complete((*empty_outputs(x, kinds, M), None))
+            tiles = -(-tokens // tile.rows)
+            outputs = self.outputs(i, o)
             tensors = (x, residual, *modulation, weight, bias, *outputs)
-            launch(samples * tiles, tensors, M, tokens, tiles, *numbers, *steps, variant)
+            launch(samples * tiles, tensors, M, tokens, tiles, tile.prefetch_programs, o.eps, *steps, variant)
             return outputs
 
         return run
@@ -312,33 +285,32 @@ class FusedModulatedNorm(kit.Op):
         launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps)
         finish = [_launcher(kernels.finish_modulated_kernel, kernels.FinishPointers, device, 4) for _ in FINISH]
         most_programs = facts.multiprocessors * tile.programs_per_sm
-        each_sums, rows_of_tile, step = sum(sums), tile.rows, gcd(8, N)
-        of_weights, by_kernels = wanted[-2:], wanted._replace(dweight=None, dbias=None)
+        of_rows, of_weights = wanted[:-2], wanted[-2:]
 
         def run(b):
-            dy, dr, x, r, stats, scale, _, gate, weight, bias = b
+            dy, dr, x, r, stats, *vectors, weight, bias = b
             M = r.numel() // N
             if M == 0:
                 return [t if t is None else t.zero_() for t in self.gradients(b, o, wanted)]
-            found = self.gradients(b, o, by_kernels)
-            (scale, _, gate), samples, (scale_steps, _, gate_steps) = _rows(b[-5:-2], step)
+            found = [d and empty_as(t, d) for t, d in zip((r, r, *vectors), of_rows, strict=True)]
+            (scale, _, gate), samples, (scale_steps, _, gate_steps) = _rows(vectors)
             tokens = M // samples
-            tiles = -(-tokens // rows_of_tile)
+            tiles = -(-tokens // tile.rows)
             each = -(-samples * tiles // most_programs)
             programs = -(-samples * tiles // each)
-            partials = r.new_empty((programs + samples - 1, each_sums, N), dtype=torch.float32) if each_sums else None
+            partials = r.new_empty((programs + samples - 1, sum(sums), N), dtype=torch.float32) if any(sums) else None
             x = x if wanted.dgate else None
             tensors = (dy, dr, x, r, stats, scale, gate, weight, *found[:2], partials)
             launch(programs, tensors, M, tokens, tiles, each, samples * tiles, scale_steps, gate_steps, variant)
             if partials is None:
-                return found
+                return (*found, None, None)
             of_samples = [d and r.new_empty((samples, N), dtype=torch.float32) for d in of_weights]
-            tensors = (partials, scale, weight, bias, *found[2:5], *of_samples)
+            tensors = (partials, scale, weight, bias, *found[2:], *of_samples)
             how = programs > 16 * samples
             block_p, block_n = FINISH[how]
             finish[how](samples * -(-N // block_n), tensors, tiles, each, scale_steps, block_p, block_n, variant)
             totals = [t if t is None else t.sum(0).to(d) for t, d in zip(of_samples, of_weights, strict=True)]
-            return (*found[:-2], *totals)
+            return (*found, *totals)
 
         return run
 
@@ -360,28 +332,19 @@ def _launcher(kernel: Any, record: type, device: torch.device, warps: int) -> ki
 def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
     of_tile = ("rows", "block_n", "stages", "early_weights", "prefetch")
     return kit.kernels("modulated").ModulatedVariant(
-        N,
-        NORM=int(o.norm),
-        BRANCH=False,
-        BRANCH_NORM=int(Norm.none),
-        RESIDUAL_SCALE=1.0,
-        DROPOUT=False,
-        OFFSET=0.0,
-        VECTOR=work.vector,
-        STEP=gcd(8, N),
-        **{name.upper(): getattr(tile, name) for name in of_tile},
-        **more,
-    )
+        N, NORM=int(o.norm), BRANCH=False, BRANCH_NORM=int(Norm.none), RESIDUAL_SCALE=1.0, DROPOUT=False, OFFSET=0.0,
+        VECTOR=work.vector, STEP=gcd(8, N), **{name.upper(): getattr(tile, name) for name in of_tile}, **more,
+    )  # fmt: skip
 
 
-def _rows(vectors: Sequence[Tensor | None], step: int) -> tuple[list[Tensor | None], int, list[int]]:
+def _rows(vectors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, list[int]]:
     """Scale, shift and gate as [samples, N]; how many samples there are; how many steps apart. Copied where columns do not lie
     side by side or samples no whole number of steps apart."""
     found, samples, steps = [*vectors], 1, [0, 0, 0]
     for place, t in enumerate(vectors):
         if t is not None:
             t = t if t.dim() == 2 else checks.as_rows(t)
-            distance, column = t.stride()
+            step, (distance, column) = gcd(8, t.shape[1]), t.stride()
             if column != 1 or distance % step:
                 t = t.contiguous()
             found[place], samples, steps[place] = t, t.shape[0], t.stride(0) // step

@@ -37,7 +37,7 @@ from benchmarks.command import FOLDER
 from measure.comparison import TORCH, TWIN, is_twin
 from measure.environment import LIBRARIES
 from measure.files import replace_text
-from measure.sources import ROOT, changes
+from measure.sources import ROOT, changes, other_versions
 from measure.statistics import Interval, Spread
 from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
 
@@ -168,25 +168,29 @@ def named(cells: Sequence[tuple[str, Cell]]) -> list[tuple[str, Cell]]:
 
 
 def origin(files: Files) -> list[str]:
-    """Of a table: GPU, versions and revisions of its records; which were stopped before their end; what makes them old."""
+    """Of a table: GPU, versions and revisions of its records; which were stopped before their end; what makes them
+    old, and versions that are not those pinned."""
     found: dict[str, dict[str, list[str]]] = {}
-    old: dict[str, list[str]] = {}
+    notes: dict[tuple[str, str], list[str]] = {}
     for record, file in files.items():
         where, _, revision = machine(file["environment"]).rpartition(", git ")
         found.setdefault(where, {}).setdefault(revision, []).append(record)
-        for change in changes(file, pins(), "pinned"):
-            old.setdefault(change, []).append(record)
+        for kind, words in (("Old", changes(file)), ("Versions", "; ".join(other_versions(file, pins(), "pinned")))):
+            if words:
+                notes.setdefault((kind, words), []).append(record)
     several = len(found) > 1 or len(*found.values()) > 1
     named = [
         f"{where}, git " + ", ".join(git + (f" ({', '.join(records)})" if several else "") for git, records in of.items())
         for where, of in found.items()
     ]
     stopped = [f"{record} ({file['unfinished']})" for record, file in files.items() if file.get("unfinished")]
-    which = {change: f" ({', '.join(records)})" if len(records) < len(files) else "" for change, records in old.items()}
     return [
         "; ".join(named),
         *([f"Stopped before its end: {', '.join(stopped)}."] if stopped else []),
-        *(f"Old{which[change]}: {change}." for change in old),
+        *(
+            f"{kind} ({', '.join(records)}): {words}." if len(records) < len(files) else f"{kind}: {words}."
+            for (kind, words), records in notes.items()
+        ),
     ]
 
 

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import command, readme
 from measure.files import discard, replace_text
-from measure.sources import ROOT, changes
+from measure.sources import ROOT, changes, other_versions
 from measure.tables import aligned
 from training.storage import MARK
 
@@ -130,7 +130,7 @@ def is_done(record: Record, folder: Path, versions: Mapping[str, str]) -> bool:
         return False
     found = json.loads(path.read_text(encoding="utf-8"))
     by_command = found.get("command") == f"python {record.words}" and not found.get("unfinished")
-    return by_command and not changes(found, versions, "installed")
+    return by_command and not changes(found) and not other_versions(found, versions, "installed")
 
 
 def run(record: Record, folder: Path) -> int:

@@ -43,20 +43,25 @@ def together(codes: Sequence[Code]) -> Code:
     return {"modules": modules, "kernels": {name: sorted(of) for name, of in kernels.items()}, "backward": backward}
 
 
-def changes(record: Mapping[str, Any], versions: Mapping[str, str], are: str) -> list[str]:
-    """What makes a record with `code` and `environment` old, a clause each; nothing where it is not.
+def changes(record: Mapping[str, Any]) -> str | None:
+    """What makes a record with `code` old, a clause; None where nothing does."""
+    if not record.get("code"):
+        return "it does not say which code was measured"
+    modules = record["code"]["modules"]
+    changed = [path for path, of in modules.items() if not (ROOT / path).is_file() or _hash_of(ROOT / path) != of]
+    return f"{_listed(changed)} {'has' if len(changed) == 1 else 'have'} changed" if changed else None
+
+
+def other_versions(record: Mapping[str, Any], versions: Mapping[str, str], are: str) -> list[str]:
+    """Of the packages that a record was measured with, those that differ, a clause each.
 
     Args:
-        versions: of packages, that it should have.
+        versions: of packages, that it should have; builds of one version are one.
         are: what these versions are, for a message: "pinned", "installed".
     """
-    if not record.get("code"):
-        return ["it does not say which code was measured"]
-    modules, measured = record["code"]["modules"], record["environment"]["versions"]
-    changed = [path for path, of in modules.items() if not (ROOT / path).is_file() or _hash_of(ROOT / path) != of]
-    said = [f"{_listed(changed)} {'has' if len(changed) == 1 else 'have'} changed"] if changed else []
+    measured = record["environment"]["versions"]
     differ = [name for name, of in versions.items() if measured.get(name, of).partition("+")[0] != of.partition("+")[0]]
-    return said + [f"{name} {measured[name]} was measured, {versions[name]} is {are}" for name in differ]
+    return [f"{name} {measured[name]} was measured, {versions[name]} is {are}" for name in differ]
 
 
 def folders_hash(*folders: str) -> str:

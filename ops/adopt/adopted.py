@@ -11,7 +11,7 @@ from types import new_class
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Only = Callable[[str, nn.Module], bool] | None  # of a module's name and the module: whether it may be changed
 
@@ -62,6 +62,12 @@ def in_place_of(recognised: Any, own: Any, ours: Callable) -> Callable:
         return (ours if own.forward is recognised else own.forward)(self, *args, **kwargs)
 
     return forward
+
+
+def is_known(t: Any) -> bool:
+    """Whether our operators take it: no subclass, such as DTensor, which has rules for PyTorch's operations alone, but those of
+    tracers."""
+    return type(t) is Tensor or type(t).__module__.startswith("torch._subclasses")
 
 
 def _rebuild(kind: Any, own: Any, how: Any, has_own_forward: bool) -> Any:

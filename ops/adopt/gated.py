@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gated import Gate, Options, gated_rms_norm_fn, reference
-from .adopted import Adopted, in_place_of
+from .adopted import Adopted, in_place_of, is_known
 from .recognise import GRADIENT_TOLERANCE, OUT_DTYPES, TOLERANCE, undisturbed
 from .stand_ins import clone_of
 
@@ -33,27 +33,28 @@ class GatedFormula:
 class AdoptedGatedNorm(Adopted):
     """A gated norm of somebody's model that runs `gated_rms_norm_fn`."""
 
+    _what = "gated norm"
     _how: GatedFormula
 
     @classmethod
     def _made(cls, own: Any, formula: GatedFormula, recognised: Any) -> dict[str, Any]:
-        o = formula.options
-        options = o.eps, o.norm_before_gate, o.group_size, o.activation.name, o.zero_centered_weight
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(formula.arguments, args, strict=False)), **kwargs}
-            x, z = map(cast(Any, given).get, formula.arguments)
-            if len(args) + len(kwargs) != 2 or not (_is_known(x) and _is_known(z)) or x.shape != z.shape:
-                return recognised(self, *args, **kwargs)  # without a gate, or what it raises
-            (weight,) = self._parameters.values()
-            return gated_rms_norm_fn(x, z, weight, *options, OUT_DTYPES[formula.out_dtype](x.dtype, weight.dtype))
-
-        return {"forward": in_place_of(recognised, own, forward)}
+        return {} if recognised is None else {"forward": in_place_of(recognised, own, _ours(formula, recognised))}
 
 
-def _is_known(t: Any) -> bool:
-    """Not a subclass, such as DTensor, which has rules for PyTorch's operations alone; those of tracers have none."""
-    return type(t) is Tensor or type(t).__module__.startswith("torch._subclasses")
+def _ours(formula: GatedFormula, own: Callable) -> Callable:
+    """The forward that runs in place of the module's own."""
+    o = formula.options
+    options = o.eps, o.norm_before_gate, o.group_size, o.activation.name, o.zero_centered_weight
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(formula.arguments, args, strict=False)), **kwargs}
+        x, z = map(cast(Any, given).get, formula.arguments)
+        if len(args) + len(kwargs) != 2 or not (is_known(x) and is_known(z)) or x.shape != z.shape:
+            return own(self, *args, **kwargs)  # without a gate, or what it raises
+        (weight,) = self._parameters.values()
+        return gated_rms_norm_fn(x, z, weight, *options, OUT_DTYPES[formula.out_dtype](x.dtype, weight.dtype))
+
+    return forward
 
 
 def recognise_gated(module: nn.Module) -> GatedFormula | None:

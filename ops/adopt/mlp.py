@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..activation import Activation, gated_activation_fn
 from ..torch_state import has_hooks
-from .adopted import Adopted, Only, in_place_of, raised, replace, restore
+from .adopted import Adopted, Only, in_place_of, is_known, raised, replace, restore
 from .recognise import undisturbed
 from .results import difference, gradients
 from .stand_ins import clone_of
@@ -71,7 +71,7 @@ def _ours(gated: Gated, own: Callable) -> Callable:
         if len(given) != 1 or kind is not gated.kind or (function is not None and has_hooks(function)):
             return own(self, *args, **kwargs)
         gate, value, *_ = *[getattr(self, part)(given[0]) for part in gated.inputs], None
-        if all(_is_known(t) for t in (gate, value)) and (value is None or value.dtype == gate.dtype):
+        if is_known(gate) and (value is None or (is_known(value) and value.dtype == gate.dtype)):
             hidden = gated_activation_fn(gate, value, activation=gated.activation)
         else:
             gate, value = gate.chunk(2, -1) if value is None else (gate, value)
@@ -79,11 +79,6 @@ def _ours(gated: Gated, own: Callable) -> Callable:
         return getattr(self, gated.last)(hidden)
 
     return forward
-
-
-def _is_known(t: Any) -> bool:
-    """Not a subclass, such as DTensor, which has rules for PyTorch's operations alone; those of tracers have none."""
-    return t is None or type(t) is Tensor or type(t).__module__.startswith("torch._subclasses")
 
 
 def replace_mlps(model: nn.Module, *, only: Only = None) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from measure import sources
-from measure.sources import ROOT, changes, code, ptx_hash, together, tree_hash
+from measure.sources import ROOT, changes, code, other_versions, ptx_hash, together, tree_hash
 
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 SLEEP = "import time; time.sleep(0.001)"
@@ -29,7 +29,7 @@ def changed(tmp_path, monkeypatch):
     def changed(name, change):
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(change(text))
-        found = changes({"code": made | {"modules": modules}, "environment": {"versions": VERSIONS}}, VERSIONS, "pinned")
+        found = changes({"code": made | {"modules": modules}})
         (tmp_path / name).write_text(text)
         return found
 
@@ -54,19 +54,20 @@ def commented(text):
 def test_a_slow_down_in_any_file_that_a_step_runs_makes_a_record_old_and_a_comment_or_docstring_does_not(changed):
     for path in MEASURED:
         name = path.relative_to(ROOT).as_posix()
-        assert changed(name, slowed) == [f"{name} has changed"]
-        assert changed(name, commented) == []
-    assert changed("ops/norm.py", lambda text: text.replace("\n\n\n", "\n\n")) == []
+        assert changed(name, slowed) == f"{name} has changed"
+        assert changed(name, commented) is None
+    assert changed("ops/norm.py", lambda text: text.replace("\n\n\n", "\n\n")) is None
 
 
-def test_a_record_is_old_by_other_versions_and_where_it_says_nothing_of_its_code():
+def test_a_record_names_what_has_changed_and_the_versions_that_are_not_those_asked_for():
     record = {"code": {"modules": {"ops/gone.py": "1", **dict.fromkeys(map(str, range(5)), "2")}}}
     record |= {"environment": {"versions": VERSIONS | {"torch": "2.11.0+cu130"}}}
     words = "ops/gone.py, 0, 1, 2 and 2 others have changed"
     pins = VERSIONS | {"transformers": "5.23.0"}
-    assert changes(record, pins, "pinned") == [words], "of a package that it did not have"
-    assert changes(record, {"torch": "2.13.0"}, "pinned") == [words, "torch 2.11.0+cu130 was measured, 2.13.0 is pinned"]
-    assert changes({"environment": {"versions": {}}}, VERSIONS, "pinned") == ["it does not say which code was measured"]
+    assert changes(record) == words
+    assert other_versions(record, pins, "pinned") == [], "of a package that it did not have"
+    assert other_versions(record, {"torch": "2.13.0"}, "pinned") == ["torch 2.11.0+cu130 was measured, 2.13.0 is pinned"]
+    assert changes({"environment": {"versions": {}}}) == "it does not say which code was measured"
 
 
 def test_code_has_the_imported_modules_but_for_tests_and_those_that_say_what_was_measured():

@@ -127,7 +127,7 @@ class NormsItsQueries(Sublayer):
         self.q_norm = nn.LayerNorm(N)
 
     def forward(self, x, angles):
-        cos, sin = angles
+        cos, sin, _ = angles
         return super().forward(self.q_norm(x) * cos + sin)
 
 
@@ -137,7 +137,7 @@ def test_a_block_whose_attention_norms_its_queries_and_needs_what_the_model_give
     adopted, x = copy.deepcopy(block), torch.randn(2, 3, N, device=device)
     (found,) = adopt(adopted, verbose=False).blocks.values()
     assert found.norms == {"ln_1": (), "ln_2": ()}
-    torch.testing.assert_close(adopted(x, (0.5, 0.1)), block(x, (0.5, 0.1)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(adopted(x, (0.5, 0.1, 0)), block(x, (0.5, 0.1, 0)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stack", [nn.ModuleDict, type("Stack", (nn.ModuleList,), {}), nn.Sequential])

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from math import gcd, prod
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from . import checks, kit
 from .kernels import runs_kernels
-from .norm import bytes_of, vector_of
+from .norm import bytes_of, empty_as, vector_of
 from .reference import NORMS, Norm
 from .tiling import WHOLE_BACKWARD, Tile, Work, backward_tile, forward_tile
-from .torch_state import transformed_by_func
+from .torch_state import is_eager, kinds_of, transformed_by_func
 
 
 def modulated_norm_fn(
@@ -41,8 +41,8 @@ def modulated_norm_fn(
         x: (..., N), bf16, fp16 or fp32 in any mix with the others; fp64 too where PyTorch's operations run. The output of
             attention or an MLP, or without residual and gate the stream itself. N is at most 8192 on kernels.
         scale, shift, gate: one row of N numbers a sample: (B, N) for x (B, tokens, N). In general some leading dimensions of x
-            and then N, with or without ones between: (B, 1, N), (N,). Read as they lie in memory where rows lie at one
-            distance, as those of `projection.chunk(6, -1)` do. None is 0, 0 and 1.
+            and then N, with or without ones between: (B, 1, N), (N,). Those of `projection.chunk(6, -1)` are read where they
+            lie. None is 0, 0 and 1.
         residual: shape of x; the residual stream so far, in its own dtype.
         weight, bias: (N,), of the norm; None is 1 and 0.
         eps: added to the variance or the mean square.
@@ -57,29 +57,17 @@ def modulated_norm_fn(
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that is not as above; before anything is launched.
     """
-    name = "modulated_norm_fn"
-    checks.check_input(name, x, checks.REFERENCE_DTYPES)
-    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
-    dtypes = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES
-    checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, residual=residual)
-    checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, weight=weight, bias=bias)
-    if out_dtype is not None and out_dtype not in dtypes:
-        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted: {', '.join(map(str, dtypes))}")
-    if kernels and x.shape[-1] > MOST_COLUMNS:
-        raise ValueError(f"{name}: x has rows of {x.shape[-1]}, expected at most {MOST_COLUMNS} where kernels run")
-    flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm)
-    scale, shift, gate = _per_sample(name, x, dtypes, scale=scale, shift=shift, gate=gate)
-    inputs = Inputs(x, residual, scale, shift, gate, weight, bias)
-    r_is_x = residual is None and gate is None
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    o = Options(
-        checks.as_eps(name, eps),
-        Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm,
-        x.dtype if out_dtype is None else out_dtype,
-        flags["prenorm"] and (trains or not r_is_x),
-    )
-    y, r, *_ = modulated_norm(inputs, o) if kernels else reference(inputs, o)
-    return (y, x if r is None else r) if flags["prenorm"] else y
+    inputs, request = (x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype)
+    key = _key(inputs, request)
+    o = None if key is None else kit.recall(key)
+    if o is not None:
+        y, r, *_ = modulated_norm(inputs, o)
+    else:
+        fitting, o, kernels, alike = _checked(inputs, *request)
+        y, r, *_ = modulated_norm(fitting, o) if kernels else reference(fitting, o)
+        if key is not None and kernels and alike:
+            kit.remember(key, o)
+    return (y, x if r is None else r) if prenorm else y
 
 
 class ModulatedNorm(nn.Module):
@@ -93,14 +81,9 @@ class ModulatedNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        is_rms_norm: bool = False,
-        elementwise_affine: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden_size: int, eps: float = 1e-6, is_rms_norm: bool = False, elementwise_affine: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size = checks.as_size("ModulatedNorm", "hidden_size", hidden_size, 1)
         self.eps, self.is_rms_norm = checks.as_eps("ModulatedNorm", eps), is_rms_norm
@@ -109,15 +92,9 @@ class ModulatedNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros_like(ones)) if elementwise_affine and not is_rms_norm else None
 
     def forward(
-        self,
-        x: Tensor,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
-        residual: Tensor | None = None,
-        gate: Tensor | None = None,
-        prenorm: bool = False,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, residual: Tensor | None = None,
+        gate: Tensor | None = None, prenorm: bool = False, out_dtype: torch.dtype | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         return modulated_norm_fn(
             x, scale, shift, residual, gate, self.weight, self.bias,
             eps=self.eps, is_rms_norm=self.is_rms_norm, prenorm=prenorm, out_dtype=out_dtype,
@@ -127,29 +104,49 @@ class ModulatedNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}, is_rms_norm={self.is_rms_norm}, affine={self.weight is not None}"
 
 
-def _per_sample(name: str, x: Tensor, dtypes: Sequence[torch.dtype], **given: Tensor | None) -> list[Tensor | None]:
-    """Scale, shift and gate as [samples, N], views where they can be."""
-    N, most, leads = x.shape[-1], x.shape[:0], []
-    for argument, t in given.items():
-        lead = x.shape[:0]
+def _key(inputs: tuple, request: tuple) -> tuple | None:
+    """All that `_checked` looks at, of an eager call; None of another, or where a number is none of Python's own."""
+    kinds = kinds_of(inputs) if is_eager(()) else None
+    eps, is_rms_norm, prenorm, out_dtype = request
+    plain = type(eps) is float and type(is_rms_norm) is type(prenorm) is bool
+    if kinds is None or not plain or not (out_dtype is None or type(out_dtype) is torch.dtype):
+        return None
+    return kinds, tuple([None if t is None else t.shape for t in inputs]), torch.is_grad_enabled(), request
+
+
+def _checked(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any) -> tuple[tuple, "Options", bool, bool]:
+    """The inputs, of which scale, shift and gate have x's dimensions and one shape; options; whether kernels run; whether those
+    three had one shape already, but for ones."""
+    name, (x, residual, scale, shift, gate, weight, bias) = "modulated_norm_fn", inputs
+    checks.check_input(name, x, checks.REFERENCE_DTYPES)
+    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
+    dtypes, N = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES, x.shape[-1]
+    checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, residual=residual)
+    checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, weight=weight, bias=bias)
+    vectors = {"scale": scale, "shift": shift, "gate": gate}
+    expected = [(*x.shape[:leading], *[1] * (x.dim() - 1 - leading), N) for leading in range(x.dim())]
+    for argument, t in vectors.items():
         if t is not None:
             checks.check_operand(name, argument, t, x, dtypes)
-            lead = t.shape[:-1]
-            while lead and lead[-1] == 1:
-                lead = lead[:-1]
-            if t.dim() == 0 or t.shape[-1] != N or len(lead) == x.dim() or lead != x.shape[: len(lead)]:
+            shape = (*t.shape[:-1], *[1] * (x.dim() - t.dim()), *t.shape[-1:])
+            if t.dim() == 0 or all(shape != accepted for accepted in expected):
                 raise ValueError(
                     f"{name}: {argument} has shape {tuple(t.shape)}, expected the first dimensions of x {tuple(x.shape)}, "
                     "those that count samples, and its last"
                 )
-        leads.append(lead)
-        most = lead if len(lead) > len(most) else most
-    samples, found = prod(most), []
-    for t, lead in zip(given.values(), leads, strict=True):
-        if t is not None and t.shape != (samples, N):
-            t = t.reshape(*lead, *[1] * (len(most) - len(lead)), N).expand(*most, N).reshape(samples, N)
-        found.append(t)
-    return found
+            vectors[argument] = t.reshape(shape)
+    shapes = [t.shape for t in vectors.values() if t is not None]
+    most = torch.broadcast_shapes(*shapes)
+    scale, shift, gate = (None if t is None else t.expand(most) for t in vectors.values())
+    if out_dtype is not None and out_dtype not in dtypes:
+        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted: {', '.join(map(str, dtypes))}")
+    if kernels and N > MOST_COLUMNS:
+        raise ValueError(f"{name}: x has rows of {N}, expected at most {MOST_COLUMNS} where kernels run")
+    flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm)
+    norm = Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm
+    returns_r = flags["prenorm"] and (residual is not None or gate is not None or torch.is_grad_enabled())  # else it is x
+    o = Options(checks.as_eps(name, eps), norm, out_dtype or x.dtype, returns_r)
+    return (x, residual, scale, shift, gate, weight, bias), o, kernels, all(shape == most for shape in shapes)
 
 
 # ---- operator ----------------------------------------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ def _per_sample(name: str, x: Tensor, dtypes: Sequence[torch.dtype], **given: Te
 class Inputs(NamedTuple):
     x: Tensor  # (..., N)
     residual: Tensor | None  # shape of x
-    scale: Tensor | None  # [samples, N], as are shift and gate
+    scale: Tensor | None  # (..., N), a row for each sample, as are shift and gate
     shift: Tensor | None
     gate: Tensor | None
     weight: Tensor | None  # [N]
@@ -192,31 +189,19 @@ class Backward(NamedTuple):
     bias: Tensor | None
 
 
-def reference(i: Inputs, o: Options) -> Outputs:
-    """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64."""
-    x, residual, *vectors = i
+def reference(i: Any, o: Options) -> Outputs:
+    """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64. i: as `_checked` returns them."""
     wide = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in i) else torch.float32
-    samples = next((t.shape[0] for t in vectors[:3] if t is not None), 1)
-    tokens = x.numel() // x.shape[-1] // max(1, samples)
-    scale, shift, gate = (None if t is None else t.to(wide)[:, None] for t in vectors[:3])
-    weight, bias = (None if t is None else t.to(wide) for t in vectors[3:])
-    r = x.to(wide).reshape(samples, tokens, x.shape[-1])
-    r = r if gate is None else gate * r
-    r = r if residual is None else residual.to(wide).reshape(r.shape) + r
-    r = r.to(_stream(i))
+    x, residual, scale, shift, gate, weight, bias = (t if t is None else t.to(wide) for t in i)
+    r: Any = x if gate is None else gate * x
+    r = (r if residual is None else residual + r).to(_stream(i))
     y = NORMS[o.norm](r.to(wide), weight, bias, o.eps)
     y = y if scale is None else y * (1 + scale)
-    y = y if shift is None else y + shift
-    return Outputs(y.to(o.out_dtype).reshape(x.shape), r.reshape(x.shape))
+    return Outputs((y if shift is None else y + shift).to(o.out_dtype), r)
 
 
 class FusedModulatedNorm(kit.Op):
     name, Inputs, Options, Outputs, Backward = "modulated_norm", Inputs, Options, Outputs, Backward
-
-    def width(self, tensors):
-        """And a number of elements of which those between two samples are a multiple: it decides how they are read."""
-        N = next(t.shape[-1] for t in tensors if t is not None)
-        return N, gcd(8, *[_distance(t) for t in tensors[-5:-2] if t is not None])
 
     def written(self, given, o):
         return ["y", *["r"] * (_adds(given) and (o.prenorm or o.trains)), *["stats"] * o.trains]
@@ -228,11 +213,12 @@ class FusedModulatedNorm(kit.Op):
         return (lambda i, outputs: (outputs[0], i[0].detach(), outputs[2])) if o.prenorm and not _adds(given) else None
 
     def outputs(self, i, o):
-        written, shape = self.written(kit.names_of(i), o), i.x.shape
+        x, residual, _, _, gate, _, _ = i
+        stores_r = (residual is not None or gate is not None) and (o.prenorm or o.trains)
         return Outputs(
-            i.x.new_empty(shape, dtype=o.out_dtype),
-            i.x.new_empty(shape, dtype=_stream(i)) if "r" in written else None,
-            i.x.new_empty(i.x.numel() // shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains else None,
+            empty_as(x, o.out_dtype),
+            empty_as(x, _stream(i)) if stores_r else None,
+            x.new_empty(x.numel() // x.shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains else None,
         )
 
     def training(self, of, o, needs):
@@ -255,27 +241,27 @@ class FusedModulatedNorm(kit.Op):
         return wanted, sources
 
     def gradients(self, b, o, wanted):
-        like = (b.r, b.r, *b[-5:])
-        return self.Gradients(*[d and t.new_empty(t.shape, dtype=d) for t, d in zip(like, wanted, strict=True)])
+        like = (b[3], b[3], *b[-5:])  # r twice
+        return self.Gradients._make([d and empty_as(t, d) for t, d in zip(like, wanted, strict=True)])
 
     def start(self, i, o):
         kernels, facts, N = kit.kernels("modulated"), kit.device_facts(i.x.device), i.x.shape[-1]
         rows, vectors = (i.x, i.residual), [t for t in i[2:] if t is not None]
         work = Work(vector_of(*rows, o.out_dtype), bytes_of(*rows), len(vectors), bytes_of(*vectors))
-        tile, width = forward_tile(N, work, facts), self.width(i)
+        tile = forward_tile(N, work, facts)
         if tile.rows == 1 and N <= 4096 and work.vector == 8 and len(vectors) > 2:
             # Scale, shift and gate wait in registers: twice as many threads (H100, 3072 columns: .92 → .96).
             tile = replace(tile, warps=2 * tile.warps, block_n=min(2 * tile.block_n, 1 << (N - 1).bit_length()))
-        variant = _variant(width, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90)
+        variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90)
         launch = _launcher(kernels.modulated_forward_kernel, kernels.Pointers, i.x.device, tile.warps)
 
         def run(i):
-            outputs = self.outputs(Inputs._make(i), o)
             x, residual, *modulation, weight, bias = i
-            modulation, samples, steps = _rows(modulation, width[1])
+            modulation, samples, steps = _rows(modulation)
             M = x.numel() // N
             tokens = M // max(1, samples)
             tiles = -(-tokens // tile.rows)
+            outputs = self.outputs(i, o)
             tensors = (x, residual, *modulation, weight, bias, *outputs)
             launch(samples * tiles, tensors, M, tokens, tiles, tile.prefetch_programs, o.eps, *steps, variant)
             return outputs
@@ -294,36 +280,37 @@ class FusedModulatedNorm(kit.Op):
         # Three sums stay in registers where the tile for two has eight warps (H100, 5120 columns: .97; on sixteen .72).
         weights = max(1, sum(sums)) if N <= 4096 else min(2, max(1, sum(sums)))
         work = Work(vector_of(*rows, *written), bytes_of(*rows), weights, 0, bytes_of(*written), splittable=False)
-        tile, width = backward_tile(N, work, facts), self.width(b)
-        variant = _variant(width, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums)
+        tile = backward_tile(N, work, facts)
+        variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums)
         launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps)
         finish = [_launcher(kernels.finish_modulated_kernel, kernels.FinishPointers, device, 4) for _ in FINISH]
         most_programs = facts.multiprocessors * tile.programs_per_sm
+        of_rows, of_weights = wanted[:-2], wanted[-2:]
 
         def run(b):
-            b = Backward._make(b)
-            found = self.gradients(b, o, wanted)
-            M = b.r.numel() // N
+            dy, dr, x, r, stats, *vectors, weight, bias = b
+            M = r.numel() // N
             if M == 0:
-                return [t if t is None else t.zero_() for t in found]
-            (scale, _, gate), samples, (scale_steps, _, gate_steps) = _rows(b[-5:-2], width[1])
+                return [t if t is None else t.zero_() for t in self.gradients(b, o, wanted)]
+            found = [d and empty_as(t, d) for t, d in zip((r, r, *vectors), of_rows, strict=True)]
+            (scale, _, gate), samples, (scale_steps, _, gate_steps) = _rows(vectors)
             tokens = M // samples
             tiles = -(-tokens // tile.rows)
             each = -(-samples * tiles // most_programs)
             programs = -(-samples * tiles // each)
-            partials = b.r.new_empty((programs + samples - 1, sum(sums), N), dtype=torch.float32) if any(sums) else None
-            x = b.x if wanted.dgate else None
-            tensors = (b.dy, b.dr, x, b.r, b.stats, scale, gate, b.weight, found.dx, found.dresidual, partials)
+            partials = r.new_empty((programs + samples - 1, sum(sums), N), dtype=torch.float32) if any(sums) else None
+            x = x if wanted.dgate else None
+            tensors = (dy, dr, x, r, stats, scale, gate, weight, *found[:2], partials)
             launch(programs, tensors, M, tokens, tiles, each, samples * tiles, scale_steps, gate_steps, variant)
             if partials is None:
-                return found
-            of_samples = [d and b.r.new_empty((samples, N), dtype=torch.float32) for d in wanted[-2:]]
-            tensors = (partials, scale, b.weight, b.bias, *found[2:5], *of_samples)
+                return (*found, None, None)
+            of_samples = [d and r.new_empty((samples, N), dtype=torch.float32) for d in of_weights]
+            tensors = (partials, scale, weight, bias, *found[2:], *of_samples)
             how = programs > 16 * samples
             block_p, block_n = FINISH[how]
             finish[how](samples * -(-N // block_n), tensors, tiles, each, scale_steps, block_p, block_n, variant)
-            totals = [t if t is None else t.sum(0).to(d) for t, d in zip(of_samples, wanted[-2:], strict=True)]
-            return (*found[:-2], *totals)
+            totals = [t if t is None else t.sum(0).to(d) for t, d in zip(of_samples, of_weights, strict=True)]
+            return (*found, *totals)
 
         return run
 
@@ -342,37 +329,26 @@ def _launcher(kernel: Any, record: type, device: torch.device, warps: int) -> ki
     return kit.Launcher(kernel, record, device, strided=MODULATION, num_warps=warps, launch_pdl=pdl)
 
 
-def _variant(width: tuple[int, int], o: Options, work: Work, tile: Tile, **more: Any) -> Any:
+def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
     of_tile = ("rows", "block_n", "stages", "early_weights", "prefetch")
     return kit.kernels("modulated").ModulatedVariant(
-        width[0],
-        NORM=int(o.norm),
-        BRANCH=False,
-        BRANCH_NORM=int(Norm.none),
-        RESIDUAL_SCALE=1.0,
-        DROPOUT=False,
-        OFFSET=0.0,
-        VECTOR=work.vector,
-        STEP=width[1],
-        **{name.upper(): getattr(tile, name) for name in of_tile},
-        **more,
-    )
+        N, NORM=int(o.norm), BRANCH=False, BRANCH_NORM=int(Norm.none), RESIDUAL_SCALE=1.0, DROPOUT=False, OFFSET=0.0,
+        VECTOR=work.vector, STEP=gcd(8, N), **{name.upper(): getattr(tile, name) for name in of_tile}, **more,
+    )  # fmt: skip
 
 
-def _rows(modulation: Sequence[Tensor | None], step: int) -> tuple[list[Tensor | None], int, list[int]]:
-    """Scale, shift and gate with the columns of a row side by side; how many samples there are; the steps between them."""
-    found = [t if t is None or _is_dense(t) else t.contiguous() for t in modulation]
-    samples = next((t.shape[0] for t in found if t is not None), 1)
-    return found, samples, [0 if t is None else _distance(t) // step for t in found]
-
-
-def _is_dense(t: Tensor) -> bool:
-    return t.stride(1) == 1 or t.shape[1] == 1
-
-
-def _distance(t: Tensor) -> int:
-    """Of two rows, as `_rows` gives them."""
-    return 0 if t.shape[0] == 1 else t.stride(0) if _is_dense(t) else t.shape[1]
+def _rows(vectors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, list[int]]:
+    """Scale, shift and gate as [samples, N]; how many samples there are; how many steps apart. Copied where columns do not lie
+    side by side or samples no whole number of steps apart."""
+    found, samples, steps = [*vectors], 1, [0, 0, 0]
+    for place, t in enumerate(vectors):
+        if t is not None:
+            t = t if t.dim() == 2 else checks.as_rows(t)
+            step, (distance, column) = gcd(8, t.shape[1]), t.stride()
+            if column != 1 or distance % step:
+                t = t.contiguous()
+            found[place], samples, steps[place] = t, t.shape[0], t.stride(0) // step
+    return found, samples, steps
 
 
 def _adds(given: Collection[str]) -> bool:
@@ -380,5 +356,5 @@ def _adds(given: Collection[str]) -> bool:
     return "residual" in given or "gate" in given
 
 
-def _stream(i: Inputs) -> torch.dtype:
-    return i.x.dtype if i.residual is None else i.residual.dtype
+def _stream(i: Any) -> torch.dtype:
+    return i[0].dtype if i[1] is None else i[1].dtype

@@ -450,7 +450,7 @@ class FusedNorm(kit.Op):
     def gradients(self, b, o, wanted):
         b = b._replace(r=_of_rows(b))
         found = {
-            name: _empty(getattr(b, _LIKE[name]), dtype) if name in _LIKE else b.r.new_empty(b.r.shape[-1:], dtype=dtype)
+            name: empty_as(getattr(b, _LIKE[name]), dtype) if name in _LIKE else b.r.new_empty(b.r.shape[-1:], dtype=dtype)
             for name, dtype in zip(wanted._fields, wanted, strict=True)
             if dtype is not None
         }
@@ -535,12 +535,12 @@ def empty_outputs(x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], ro
         if numbers is not None
         else torch.empty_like(x)
         if dtype is plain
-        else _empty(x, dtype)
+        else empty_as(x, dtype)
         for dtype, numbers in kinds
     ]
 
 
-def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_as(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Contiguous. Of the ways to allocate a tensor of two dimensions, those that cost the host least."""
     if like.dtype is dtype and like.is_contiguous():
         return torch.empty_like(like)
@@ -638,7 +638,7 @@ def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
             r = next(t for t in b if t is not None)
             b = (*b[:3], r, *b[4:])
         M = r.numel() // N
-        found = [r.new_empty(N, dtype=dtype) if like is None else _empty(b[like], dtype) for like, dtype in kinds]
+        found = [r.new_empty(N, dtype=dtype) if like is None else empty_as(b[like], dtype) for like, dtype in kinds]
         written = complete((*found, None))
         if M == 0:
             for gradient in found:

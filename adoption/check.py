@@ -118,19 +118,21 @@ def check_parity(
         model_a: as it was, none of its norms fused; e.g. a deepcopy made ahead of `adopt`. Four models' worth of memory is
             needed on its device.
         model_b: with the same parameters, by name and value, and something in it replaced. Neither is compiled.
-        batch: a mapping (keyword arguments), a tuple (arguments) or a tensor; or a list of such.
+        batch: a mapping (keyword arguments), a tuple (arguments) or a tensor; or a list of such, all different.
         loss: of the model's output, a scalar; by default its `loss`, a scalar in it, or else a fixed random projection of it.
         autocast: dtype of an autocast around both; None: no autocast.
         seed: compare in training mode, torch's generators seeded with it before each forward; for models that draw the same
             numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
-        ValueError: the models are not one before and after; or one is compiled; or model_a in higher precision has another
-            output or other gradients, and so is no reference.
+        ValueError: the models are not one before and after; or one is compiled; or a batch comes twice; or model_a in higher
+            precision has another output or other gradients, and so is no reference.
     """
     check_before_and_after("check_parity", model_a, model_b)
     check_comparable(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
+    if len({id(one) for one in batches}) < len(batches):
+        raise ValueError("check_parity: batch is a list that has a batch twice; a t-test takes them for draws, so give others")
     dtypes = {p.dtype for p in model_a.parameters()} | ({autocast} if autocast else set())
     wide, exact = (torch.float64, "fp64") if dtypes <= {torch.float32, torch.float64} else (torch.float32, "fp32")
     norms = norms_of(model_a)

@@ -57,6 +57,8 @@ def _ours(formula: GatedFormula, own: Callable) -> Callable:
             return own(self, *args, **kwargs)  # without a gate, or what it raises
         if x.dtype != z.dtype and not formula.takes_any_gate:
             return own(self, *args, **kwargs)
+        if not x.is_contiguous() and not torch.empty_like(x, device="meta").is_contiguous():
+            return own(self, *args, **kwargs)  # whose result lies in memory as x does, transposed
         weight = getattr(self, formula.weight)  # which a parametrization or FullyShardedDataParallel may compute
         return gated_rms_norm_fn(x, z, weight, *options, OUT_DTYPES[formula.out_dtype](x.dtype, weight.dtype))
 

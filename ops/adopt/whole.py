@@ -100,6 +100,7 @@ def adopt(
         raise TypeError(f"adopt: model is a {type(model).__name__}, expected a module; put blocks into an nn.ModuleList")
     if only is not None and not callable(only):
         raise TypeError(f"adopt: only is {only!r}, expected a function of name and module: only=lambda name, module: …")
+    model = model._modules.get("_orig_mod") or model  # what torch.compile was given has the loss
     wanted = None if batch is None else _results(model, batch)
     undo = _undoing(model)
     found = Adoption(model)

@@ -243,6 +243,12 @@ def test_models_that_can_not_be_compared_are_refused(name):
         check_parity(a, b, X)
 
 
+def test_a_batch_that_comes_twice_is_refused():
+    model = Net()
+    with pytest.raises(ValueError, match="has a batch twice"):
+        check_parity(model, adopted(model), [X] * 4)
+
+
 def test_a_model_in_which_nothing_is_replaced_is_told_by_its_bits():
     model = Net()
     asked = "model_b gives the same bits as model_a: is anything replaced in it?"

@@ -64,6 +64,14 @@ def test_without_a_gate_the_own_forward_runs():
     assert torch.equal(norm(x), expected)
 
 
+def test_the_result_of_a_transposed_input_lies_in_memory_as_before():
+    norm, x = theirs("qwen3_next.Qwen3NextRMSNormGated"), torch.linspace(-1, 1, 480).view(5, 2, 48).transpose(0, 1)
+    expected = norm(x, gate=x)
+    replace_norms(norm, verbose=False)
+    assert norm(x, gate=x).stride() == expected.stride()
+    assert norm(x[:, :, :32].repeat(1, 1, 2)[..., :48], gate=x).is_contiguous()
+
+
 class Other(nn.Module):
     """RMSNorm times the gate, but for one thing."""
 

@@ -61,6 +61,10 @@ def test_a_second_call_changes_in_place_alone_and_a_loss_of_the_models_own_comes
     assert model.loss_function is own
 
 
+def test_the_loss_of_a_model_inside_of_torch_compile_is_found(model):
+    assert "fused cross-entropy" in str(adopt(torch.compile(model), verbose=False))
+
+
 def test_another_loss_is_left_alone(model):
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
     kept = model.loss_function

@@ -4,7 +4,7 @@ import pytest
 
 import ablate
 import compare
-from configs import ConfigError
+from configs import Config, ConfigError
 from measure.files import StorageError
 from tests.runs import raising
 from training.command import start
@@ -23,7 +23,7 @@ from training.interrupt import Stopped
     ],
 )
 def test_the_exit_code_tells_how_it_ended(task, code, said, capsys):
-    assert start(task, str, []) == code
+    assert start(task, Config, str, []) == code
     assert said in capsys.readouterr().err
 
 

@@ -47,7 +47,7 @@ FIGURE = re.compile(r"(<!-- figure: ([\w-]+) (\w+) ([^>]+?) -->).*?(<!-- end -->
 CHANGED = re.compile(r"^Old.* (has|have) changed\.$", re.MULTILINE)
 FIELD = re.compile(r"(?P<name>[^*:]+)(?:\*(?P<times>[\d.e-]+))?(?::(?P<format>.+))?")
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation", "modulated"), report.markdown),
+    **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation", "gated", "modulated"), report.markdown),
     "adoption": report.adoption,
     "host": host.markdown,
     "memory": memory.markdown,

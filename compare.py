@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from configs import ConfigError, as_config_errors, keys, machine
 from data import load_corpus
 from measure import tables
 from measure.environment import environment
-from measure.files import relative, replace_text
+from measure.files import json_text, relative, replace_text
 from measure.progress import progress
 from measure.sources import code
 from measure.store import Store, comparable
@@ -77,13 +78,18 @@ def compare(study: Study, folder: Path, command: str) -> None:
     show(f"W&B: {log_group(cfg.logging, folder, 'study', logged)}")
 
 
-def climb(studies: Mapping[str, Study], folder: Path) -> None:
+def climb(studies: Mapping[str, Study], folder: Path, command: str) -> None:
     """Makes the runs of all sizes, each in a folder of its own, and reports on them. Raises as `compare`."""
     show(f"at least {ladder.least_runs([*studies.values()])} runs in all, in {relative(folder)}")
     with progress(None, "compare", "run") as bar:
         runs = {size: runs_of(study, folder / size, bar.update) for size, study in studies.items()}
-        text = ladder.report(ladder.climb(runs))
+        found = ladder.climb(runs)
+    text = ladder.report(found)
     replace_text(folder / "ladder.md", text)
+    (first, *_) = runs.values()
+    told = {"command": command, "environment": environment(first.precision.device), "code": code()}
+    rungs = {arm: [asdict(rung) for rung in of] for arm, of in found.items()}
+    replace_text(folder / "report.json", json_text(told | {"ladder": rungs}, indent=1) + "\n")
     show(f"{text}\nreport: {relative(folder)}/ladder.md")
 
 
@@ -116,10 +122,11 @@ def task(arguments: list[str]) -> None:
             "norm.kind=layernorm,rmsnorm optim.lr=1e-3,3e-3,1e-2, or a study, such as study=first; --help lists them."
         )
     with place(study.cfg, LESS_MEMORY) as folder:
+        command = shlex.join(["python", "compare.py", *sys.argv[1:]])
         if sizes:
-            climb(sizes, folder)
+            climb(sizes, folder, command)
         else:
-            compare(study, folder, shlex.join(["python", "compare.py", *sys.argv[1:]]))
+            compare(study, folder, command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 """A ladder, with drawn losses in place of training, and with training of tiny models."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -88,6 +89,9 @@ def test_it_trains_every_size_in_a_folder_of_its_own_and_goes_on_with_what_is_th
     command = [key for key in command if not key.startswith(("model.width", "train.steps", "optim.lr", "eval.every"))]
     assert compare.main(command) == 0
     told = (tmp_path / "ladder" / "ladder.md").read_text()
+    record = json.loads((tmp_path / "ladder" / "report.json").read_text())
+    assert "study/ladder.py" in record["code"]["modules"] and record["environment"]["versions"]["torch"]
+    assert all([rung["size"] for rung in of] == ["1", "2", "3", "4"] for of in record["ladder"].values())
     lines = {n: (tmp_path / "ladder" / str(n) / "runs.jsonl").read_text() for n in (1, 2, 3, 4)}
     assert "predicted" in told and lines[4].count('"evaluated"') == 1
     assert compare.main([*command, "resume=auto"]) == 0

@@ -31,8 +31,8 @@ def gated_rms_norm_fn(
     """RMSNorm(x) · weight · a(z), or with norm_before_gate=False RMSNorm(x · a(z)) · weight: in fp32, rounded once.
 
     Args:
-        x, z: (..., N) in bf16, fp16 or fp32, or fp64, which PyTorch's operations compute. Read as they lie in memory where rows
-            lie at one distance, or at two, as the heads in columns of a projection do. Backward computes all again.
+        x, z: (..., N) in bf16, fp16 or fp32; an x in fp64 goes through PyTorch's operations. Read as they lie in memory where
+            rows lie at one distance, or at two, as the heads in columns of a projection do. Backward computes all again.
         weight: (N,), of any of these dtypes; None is 1. Its gradient is summed up in fp32 and in a fixed order.
         eps: added to the mean square.
         norm_before_gate: True as in Qwen3-Next, False as in Mamba-2.

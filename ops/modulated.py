@@ -47,8 +47,8 @@ def modulated_norm_fn(
         weight, bias: (N,), of the norm; None is 1 and 0.
         eps: added to the variance or the mean square.
         is_rms_norm: compute RMSNorm.
-        prenorm: also return r, in the residual's dtype or x's. Without residual and gate it is x, or an alias of x if gradients
-            are recorded: the gradients of y and r then meet in one kernel.
+        prenorm: also return r, in the residual's dtype or x's. On kernels and without residual and gate it is x, or an alias of
+            x if gradients are recorded: the gradients of y and r then meet in one kernel.
         out_dtype: of y; by default x's dtype.
 
     Returns:

@@ -165,6 +165,15 @@ def compile_case(case: Case) -> list[dict]:
     return [{"case": describe(case), "n": case.n, **found} | {"resident": resident(found)} for found in OfflineLauncher.found]
 
 
+def launches_of(program: str, *arguments: str) -> list[dict]:
+    """What a program of this folder prints, in a process whose kernels do not belong to the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", f"tests.ops.{program}", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 NUMBERS = {"registers": 3, "spilled": 4, "instructions": 5, "shared": 6, "resident": 2}
 
 

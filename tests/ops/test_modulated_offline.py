@@ -4,11 +4,10 @@ As a program (`python -m tests.ops.test_modulated_offline`) it compiles, and pri
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import torch
+
+from .offline import OfflineLauncher, launches_of, prepare
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CASES: dict[str, dict] = {
@@ -21,11 +20,7 @@ ROWS = {"adaln_zero": [(2, 1), (1, 64), (3, 7)]}  # of which Triton could make 1
 
 
 def test_what_the_launches_are_compiled_to():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.test_modulated_offline"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    launches = launches_of("test_modulated_offline")
     assert {launch["case"] for launch in launches} == set(CASES)
 
     for launch in launches:
@@ -40,8 +35,6 @@ def test_what_the_launches_are_compiled_to():
 
 def main() -> None:
     from ops import modulated_norm_fn
-
-    from .offline import OfflineLauncher, prepare
 
     prepare()
     for name, case in CASES.items():

@@ -1,23 +1,14 @@
 """What the compiler makes of the kernels for a GPU, on a machine without one."""
 
-import json
-import os
-import subprocess
-import sys
-
 from .cases import KERNELS
-from .offline import OTHER_ROWS, chosen_cases, describe
+from .offline import OTHER_ROWS, chosen_cases, describe, launches_of
 
 WIDTHS = [2304, 12288, 32768]  # of every kind of tile
 
 
 def test_what_every_launch_of_the_cases_is_compiled_to():
     """One test, as it looks at one run of the program."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.offline", "--json", "--width", *map(str, WIDTHS)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    launches = launches_of("offline", "--json", "--width", *map(str, WIDTHS))
 
     # Both directions compile, also looped and cooperative ones.
     assert [launch for launch in launches if "error" in launch] == []

@@ -4,11 +4,10 @@ As a program (`python -m tests.ops.test_rotary_offline`) it compiles, and prints
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import torch
+
+from .offline import OfflineLauncher, launches_of, prepare
 
 CASES: dict[str, dict] = {
     "12/12x64": {"heads": (12, 12), "D": 64},
@@ -20,11 +19,7 @@ TOKENS = {"12/12x64": [(2, 1), (1, 64), (3, 7)]}  # of which Triton could make 1
 
 
 def test_what_the_launches_are_compiled_to():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.test_rotary_offline"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    launches = launches_of("test_rotary_offline")
     assert {launch["case"] for launch in launches} == set(CASES)
 
     for launch in launches:
@@ -42,8 +37,6 @@ def test_what_the_launches_are_compiled_to():
 
 def main() -> None:
     from ops import rotary
-
-    from .offline import OfflineLauncher, prepare
 
     prepare()
     for name, case in CASES.items():

@@ -1,7 +1,8 @@
 """The norm cases that are measured: their tensors, and the fewest bytes that each must move."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +38,23 @@ class TensorSet:
 
 
 Function = Callable[..., tuple[Tensor, ...]]  # of `args`
+
+
+def drawn(
+    draw: Callable[[Callable[..., Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]], sets: int, device: torch.device
+) -> list[TensorSet]:
+    """So many sets of random tensors. Those arguments that are no integers get gradients.
+
+    draw: given a function like torch.randn, of bf16 by default, the arguments, and a gradient for each output.
+    """
+    # not PyTorch's own generator: a capture that failed in the cell before leaves it unusable
+    generator = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, device=device, dtype=X_DTYPE, generator=generator)
+    found = []
+    for _ in range(sets):
+        args, upstream = draw(normal)
+        found.append(TensorSet(tuple(t.detach().requires_grad_(t.is_floating_point()) for t in args), tuple(upstream)))
+    return found
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ Here i, b and o are Inputs, Backward and Options of an operator; records of tens
 
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import cache, partial, reduce
 from importlib import import_module
+from math import gcd, prod
 from operator import itemgetter, or_
 from typing import Any, NamedTuple, cast
 
@@ -297,6 +299,29 @@ def memoised(make: Callable) -> Callable:
     return found
 
 
+def checked(check: Callable[..., tuple[tuple, Any, bool]], inputs: tuple, request: tuple) -> tuple[tuple, Any, bool]:
+    """The inputs as an operator takes them, its options, and whether kernels run: what `check` returns for inputs and request,
+    or raises. Not looked at again in eager calls on kernels with inputs that were right as they came.
+
+    check: may look at no more of the inputs than devices, dtypes and shapes.
+    """
+    kinds = kinds_of(inputs) if is_eager(()) else None
+    if kinds is None or not _HASHED.issuperset(map(type, request)):
+        return check(inputs, *request)
+    shapes, types = tuple([None if t is None else t.shape for t in inputs]), tuple(map(type, request))
+    key = check, kinds, shapes, request, types, torch.is_grad_enabled()  # types, as True is equal to 1.0
+    o = recall(key)
+    if o is not None:
+        return inputs, o, True
+    fitting, o, kernels = check(inputs, *request)
+    if kernels and fitting is inputs:
+        remember(key, o)
+    return fitting, o, kernels
+
+
+_HASHED = frozenset((bool, int, float, str, torch.dtype, type(None)))
+
+
 def forget() -> None:
     """After `kernels.INTERPRET` changed."""
     _memo.clear()
@@ -470,6 +495,37 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 def internals() -> Any:
     """Of Triton, which is imported when the first kernel is about to start: without a GPU it may be missing."""
     return triton_internals()
+
+
+def distances(t: Tensor | None, inner: int) -> tuple[bool, int, int]:
+    """Whether two numbers of elements tell where the rows of t (..., N) lie; and these, or else those of a copy: from a block
+    of `inner` rows to the next one, and from row to row in a block, 0 where that is one row."""
+    if t is None:
+        return True, 0, 0
+    *shape, N = t.shape
+    lies, block, row = t.is_contiguous(), inner * N, N
+    if not lies and (N == 1 or t.stride(-1) == 1):
+        with suppress(RuntimeError):
+            block, row, _ = t.view(prod(shape) // inner, inner, N).stride()
+            lies = True
+    return lies, block, row * (inner > 1)
+
+
+def steps(tensors: Iterable[Tensor | None], inner: int = 1) -> list[int]:
+    """What kernels are compiled for: the power of two up to 8 that divides the distances of each."""
+    return [gcd(*distances(t, inner)[1:], 8) for t in tensors]
+
+
+def placed(tensors: Iterable[Tensor | None], inner: int = 1) -> tuple[list[Tensor | None], list[int]]:
+    """Tensors whose rows lie at two distances, copied where they do not; and these, in steps of each."""
+    found: list[Tensor | None] = []
+    numbers = []
+    for t in tensors:
+        lies, *apart = distances(t, inner)
+        step = gcd(*apart, 8)
+        found.append(t if lies or t is None else t.contiguous())
+        numbers += [distance // step for distance in apart]
+    return found, numbers
 
 
 class Launcher:

@@ -25,12 +25,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import command, readme
 from measure.files import discard, replace_text
-from measure.sources import ROOT, changes, other_versions
+from measure.sources import ROOT, changes, other_kernels, other_versions
 from measure.tables import aligned
 from training.storage import MARK
 
@@ -155,10 +156,7 @@ def run_all(records: Iterable[Record], folder: Path, minutes: float) -> list[str
 
 def is_done(record: Record, folder: Path, versions: Mapping[str, str]) -> bool:
     """Whether the record is there, by this command, whole, and of the code and the versions that are here."""
-    path = record.path(folder)
-    if not path.exists():
-        return False
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read(record.path(folder))
     by_command = found.get("command") == f"python {record.words}" and not found.get("unfinished")
     return by_command and not changes(found) and not other_versions(found, versions, "installed")
 
@@ -166,7 +164,8 @@ def is_done(record: Record, folder: Path, versions: Mapping[str, str]) -> bool:
 def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
     """Measures, and puts the record in the place of the earlier one once it is whole; the exit code of the program."""
     words = [sys.executable, *shlex.split(record.words)]
-    place = record.path(folder).parent
+    path = record.path(folder)
+    place, earlier = path.parent, read(path)
     part = place.with_name(f"{record.name}.part")
     if record.folder:
         shutil.rmtree(part, ignore_errors=True)
@@ -185,7 +184,14 @@ def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
             replace_text(file, text)
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
+    if differ := other_kernels(read(path), earlier):
+        print(f"{record.name}: compiled otherwise than in the earlier record: {', '.join(differ)}", flush=True)
     return code
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A record, or nothing of one that is not there."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def log_of(record: Record) -> Path:

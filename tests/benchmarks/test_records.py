@@ -37,7 +37,8 @@ def ran(tmp_path, monkeypatch, broken):
         if "benchmarks.host" in words and broken:
             return SimpleNamespace(returncode=1)
         record = {"command": f"python {shlex.join(words[1:])}", "environment": ENVIRONMENT | {"git": GIT}, "unfinished": ""}
-        record["code"] = {"modules": {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}}
+        modules = {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}
+        record["code"] = {"modules": modules, "kernels": {"norm_forward_kernel": ["1"]}}
         folder, files = here, {f"{words[2].removeprefix('benchmarks.').removesuffix('.benchmark')}.json": json.dumps(record)}
         if "--models" in words:
             files = {"norms_models.json": json.dumps(record)}
@@ -59,7 +60,7 @@ def ran(tmp_path, monkeypatch, broken):
     return commands
 
 
-def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path, monkeypatch):
+def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path, monkeypatch, capsys):
     records.main([])
     assert len(ran) == len(RECORDS) + 1 and ran[-1] == "readme"
     gpt2 = tmp_path / "nvidia-h200" / "ablation" / "gpt2"
@@ -73,8 +74,11 @@ def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path,
     records.main([])
     assert sorted(words[0] for words in ran[:-1]) == ["-m", "ablate.py"], "what was cut short, and what is missing"
     ran.clear()
+    memory = tmp_path / "nvidia-h200" / "memory.json"
+    memory.write_text(memory.read_text().replace('["1"]', '["2"]'))
     records.main(["memory"])
     assert ran[0][1] == "benchmarks.memory" and len(ran) == 2, "by name it is made anew"
+    assert capsys.readouterr().out.count("memory: compiled otherwise than in the earlier record: norm_forward_kernel") == 1
     ran.clear()
     monkeypatch.setitem(GIT, "revision", "def")
     records.main([])

@@ -38,8 +38,7 @@ def gated_activation_fn(x: Tensor, value: Tensor | None = None, activation: str 
         TypeError: an argument is no tensor.
         ValueError: a shape, dtype, device or activation that is not as above.
     """
-    inputs, o, kernels = kit.checked(_check, (x, value), (activation,))
-    return gated_activation(inputs, o)[0] if kernels else reference(inputs, o)
+    return gated_activation.checked(_check, reference, (x, value), (activation,))[0]
 
 
 def _check(inputs: tuple, activation: Any) -> tuple[tuple, "Options", bool]:
@@ -51,7 +50,7 @@ def _check(inputs: tuple, activation: Any) -> tuple[tuple, "Options", bool]:
     return inputs, Options(checks.as_choice(name, "activation", activation, _ACTIVATIONS)), kernels
 
 
-def reference(i: tuple[Tensor, Tensor | None], o: "Options") -> Tensor:
+def reference(i: tuple[Tensor, Tensor | None], o: "Options") -> kit.Output:
     """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64."""
     x, value = i
     gate, value = x.chunk(2, -1) if value is None else (x, value)
@@ -61,7 +60,7 @@ def reference(i: tuple[Tensor, Tensor | None], o: "Options") -> Tensor:
         phi = F.silu(z)
     else:
         phi = F.gelu(z, approximate="tanh" if o.activation == Activation.gelu_tanh else "none")
-    return (phi * value.to(wide)).to(x.dtype)
+    return kit.Output((phi * value.to(wide)).to(x.dtype))
 
 
 # ---- operator ----------------------------------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ class GatedActivation(kit.Op):
         return i[0].shape[-1], *kit.steps(i)
 
     def outputs(self, i, o):
-        return kit.Output(i.x.new_empty((*i.x.shape[:-1], _columns(i))))
+        return kit.Output(i[0].new_empty((*i[0].shape[:-1], _columns(i))))
 
     def gradients(self, b, o, wanted):
         return self.Gradients(*[dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(b[1:], wanted, strict=True)])
@@ -100,9 +99,9 @@ class GatedActivation(kit.Op):
         launch = _launch(kernels.gated_activation_kernel, kernels.Pointers, i, o)
 
         def run(i):
-            y = i[0].new_empty((*i[0].shape[:-1], _columns(i)))
-            launch(y, (), i, (y,))
-            return (y,)
+            outputs = self.outputs(i, o)
+            launch(outputs.y, (), i, outputs)
+            return outputs
 
         return run
 
@@ -111,9 +110,8 @@ class GatedActivation(kit.Op):
         launch = _launch(kernels.gated_activation_backward_kernel, kernels.BackwardPointers, b[1:], o)
 
         def run(b):
-            dy, *i = b
-            gradients = [dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(i, wanted, strict=True)]
-            launch(dy, (dy,), i, gradients)
+            gradients = self.gradients(b, o, wanted)
+            launch(b[0], b[:1], b[1:], gradients)
             return gradients
 
         return run

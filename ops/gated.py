@@ -45,8 +45,7 @@ def gated_rms_norm_fn(
         ValueError, TypeError: an argument that is not as above.
     """
     request = (eps, norm_before_gate, group_size, activation, zero_centered_weight, out_dtype)
-    inputs, o, kernels = kit.checked(_check, (x, z, weight), request)
-    return gated_norm(inputs, o)[0] if kernels else reference(inputs, o)
+    return gated_norm.checked(_check, reference, (x, z, weight), request)[0]
 
 
 def _check(inputs: tuple, eps: Any, before: Any, group: Any, activation: Any, centred: Any, out_dtype: Any) -> tuple:
@@ -96,7 +95,7 @@ class GatedRMSNorm(nn.Module):
         return ", ".join([str(len(self.weight)), *[f"{name}={value}" for name, value in self.options.items()]])
 
 
-def reference(i: tuple[Tensor, Tensor, Tensor | None], o: "Options") -> Tensor:
+def reference(i: tuple[Tensor, Tensor, Tensor | None], o: "Options") -> kit.Output:
     """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64."""
     x, z, weight = i
     wide = torch.promote_types(torch.promote_types(x.dtype, z.dtype), torch.float32)
@@ -106,7 +105,7 @@ def reference(i: tuple[Tensor, Tensor, Tensor | None], o: "Options") -> Tensor:
     groups = h.unflatten(-1, (-1, o.group_size))
     y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + o.eps)).flatten(-2)
     y = y if weight is None else y * (weight.to(wide) + float(o.zero_centered_weight))
-    return (y * a if o.norm_before_gate else y).to(o.out_dtype)
+    return kit.Output((y * a if o.norm_before_gate else y).to(o.out_dtype))
 
 
 # ---- operator ----------------------------------------------------------------------------------------------------------------
@@ -142,7 +141,7 @@ class GatedNorm(kit.Op):
         return x.shape[-1], _steps(x, z)
 
     def outputs(self, i, o):
-        return kit.Output(i.x.new_empty(i.x.shape, dtype=o.out_dtype))
+        return kit.Output(i[0].new_empty(i[0].shape, dtype=o.out_dtype))
 
     def gradients(self, b, o, wanted):
         return self.Gradients(*[dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(b[1:], wanted, strict=True)])
@@ -157,11 +156,11 @@ class GatedNorm(kit.Op):
         )
 
         def run(i):
-            y = i[0].new_empty(i[0].shape, dtype=o.out_dtype)
+            (y,) = outputs = self.outputs(i, o)
             M = y.numel() // y.shape[-1]
             (x, z), steps = _placed(*i[:2])
             launch(-(-M // tile.rows) * groups, (x, z, i[2], y), M, o.eps, *steps, variant)
-            return (y,)
+            return outputs
 
         return run
 

@@ -149,8 +149,30 @@ class Op:
     def __call__(self, inputs: tuple, o: Any) -> tuple:
         """The fields of Outputs, None where not asked for, with gradients. inputs: checked, and where kernels run."""
         kinds = kinds_of(inputs) if is_eager(()) else None
-        if kinds is None:
-            return self.dispatch(inputs, o)
+        return self.dispatch(inputs, o) if kinds is None else self._eager(inputs, o, kinds)
+
+    def checked(self, check: Callable[..., tuple], reference: Callable[..., tuple], inputs: tuple, request: tuple) -> tuple:
+        """The same of what a user gives. An eager call like an earlier one is not checked again, if kernels ran and its inputs
+        were right as they came.
+
+        check: of inputs and *request, looks at devices, dtypes and shapes of tensors alone; gives the inputs as the operator
+            takes them, the options, and whether kernels run. Else `reference` does, of these inputs and options.
+        """
+        kinds, key = kinds_of(inputs) if is_eager(()) else None, None
+        if kinds is not None and _HASHED.issuperset(map(type, request)):
+            shapes = tuple([None if t is None else t.shape for t in inputs])
+            key = check, kinds, shapes, torch.is_grad_enabled(), request, *map(type, request)  # types, as True is equal to 1.0
+            o = recall(key)
+            if o is not None:
+                return self._eager(inputs, o, kinds)
+        fitting, o, kernels = check(inputs, *request)
+        if not kernels:
+            return reference(fitting, o)
+        if key is not None and fitting is inputs:
+            remember(key, o)
+        return self(fitting, o)
+
+    def _eager(self, inputs: tuple, o: Any, kinds: tuple) -> tuple:
         needs = tuple([t is not None and t.requires_grad for t in inputs]) if torch.is_grad_enabled() else ()
         key = self, o, kinds, self.width(inputs), needs
         call = recall(key) or remember(key, Call(self, o, inputs, needs))
@@ -219,6 +241,7 @@ class Op:
         return given, (o, *wanted), picker(record._fields, given)
 
 
+_HASHED = frozenset((bool, int, float, str, torch.dtype, type(None)))
 SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
 
 
@@ -297,29 +320,6 @@ def memoised(make: Callable) -> Callable:
         return recall(key) or remember(key, make(*arguments))
 
     return found
-
-
-def checked(check: Callable[..., tuple[tuple, Any, bool]], inputs: tuple, request: tuple) -> tuple[tuple, Any, bool]:
-    """The inputs as an operator takes them, its options, and whether kernels run: what `check` returns for inputs and request,
-    or raises. Not looked at again in eager calls on kernels with inputs that were right as they came.
-
-    check: may look at no more of the inputs than devices, dtypes and shapes.
-    """
-    kinds = kinds_of(inputs) if is_eager(()) else None
-    if kinds is None or not _HASHED.issuperset(map(type, request)):
-        return check(inputs, *request)
-    shapes, types = tuple([None if t is None else t.shape for t in inputs]), tuple(map(type, request))
-    key = check, kinds, shapes, request, types, torch.is_grad_enabled()  # types, as True is equal to 1.0
-    o = recall(key)
-    if o is not None:
-        return inputs, o, True
-    fitting, o, kernels = check(inputs, *request)
-    if kernels and fitting is inputs:
-        remember(key, o)
-    return fitting, o, kernels
-
-
-_HASHED = frozenset((bool, int, float, str, torch.dtype, type(None)))
 
 
 def forget() -> None:

@@ -55,10 +55,8 @@ def modulated_norm_fn(
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that is not as above; before anything is launched.
     """
-    inputs, o, kernels = kit.checked(
-        _check, (x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype)
-    )
-    y, r, *_ = modulated_norm(inputs, o) if kernels else reference(inputs, o)
+    inputs, request = (x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype)
+    y, r, *_ = modulated_norm.checked(_check, reference, inputs, request)
     return (y, x if r is None else r) if prenorm else y
 
 

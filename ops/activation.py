@@ -91,9 +91,6 @@ class GatedActivation(kit.Op):
     def outputs(self, i, o):
         return kit.Output(i[0].new_empty((*i[0].shape[:-1], _columns(i))))
 
-    def gradients(self, b, o, wanted):
-        return self.Gradients(*[dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(b[1:], wanted, strict=True)])
-
     def start(self, i, o):
         kernels = kit.kernels("activation")
         launch = _launch(kernels.gated_activation_kernel, kernels.Pointers, i, o)

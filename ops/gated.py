@@ -143,9 +143,6 @@ class GatedNorm(kit.Op):
     def outputs(self, i, o):
         return kit.Output(i[0].new_empty(i[0].shape, dtype=o.out_dtype))
 
-    def gradients(self, b, o, wanted):
-        return self.Gradients(*[dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(b[1:], wanted, strict=True)])
-
     def start(self, i, o):
         kernels, facts = kit.kernels("gated"), kit.device_facts(i.x.device)
         weight_bytes = 0 if i.weight is None else i.weight.itemsize

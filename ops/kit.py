@@ -92,8 +92,10 @@ class Op:
         raise NotImplementedError
 
     def gradients(self, b: Any, o: Any, wanted: Any) -> Any:
-        """Gradients, allocated. wanted: dtypes in their places, None where nobody wants one."""
-        raise NotImplementedError
+        """Gradients, allocated; by default of inputs with which Backward ends. wanted: dtypes in their places, None where
+        nobody wants one."""
+        inputs = b[-len(wanted) :]
+        return self.Gradients(*[dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(inputs, wanted, strict=True)])
 
     def start_backward(self, b: Any, o: Any, wanted: Any) -> Run:
         """Backward for tensors of the kinds of b, from Backward to Gradients."""

@@ -527,13 +527,8 @@ def _adds(of: Any, o: Options) -> bool:
 
 def empty_outputs(x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], rows: int) -> list[Tensor]:
     """kinds: of `records.outputs_of`."""
-    plain = x.dtype if x.is_contiguous() else None
     return [
-        x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
-        if numbers is not None
-        else torch.empty_like(x)
-        if dtype is plain
-        else empty_as(x, dtype)
+        empty_as(x, dtype) if numbers is None else x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
         for dtype, numbers in kinds
     ]
 

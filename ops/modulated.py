@@ -57,17 +57,26 @@ def modulated_norm_fn(
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that is not as above; before anything is launched.
     """
-    inputs, request = (x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype)
-    key = _key(inputs, request)
+    y, r, *_ = _computed((x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype))
+    return (y, x if r is None else r) if prenorm else y
+
+
+def gated_sum(x: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
+    """r of `modulated_norm_fn` alone, one kernel each way; its arguments and errors."""
+    return _computed((x, residual, None, None, gate, None, None), (0.0, False, True, None), Norm.none)[1]
+
+
+def _computed(inputs: tuple, request: tuple, norm: Norm | None = None) -> tuple:
+    """Outputs. norm: in place of the one that is asked for; none: y is not computed."""
+    key = _key(inputs, (*request, norm))
     o = None if key is None else kit.recall(key)
     if o is not None:
-        y, r, *_ = modulated_norm(inputs, o)
-    else:
-        fitting, o, kernels, alike = _checked(inputs, *request)
-        y, r, *_ = modulated_norm(fitting, o) if kernels else reference(fitting, o)
-        if key is not None and kernels and alike:
-            kit.remember(key, o)
-    return (y, x if r is None else r) if prenorm else y
+        return modulated_norm(inputs, o)
+    fitting, o, kernels, alike = _checked(inputs, *request)
+    o = o if norm is None else o._replace(norm=norm)
+    if key is not None and kernels and alike:
+        kit.remember(key, o)
+    return modulated_norm(fitting, o) if kernels else reference(fitting, o)
 
 
 class ModulatedNorm(nn.Module):
@@ -107,7 +116,7 @@ class ModulatedNorm(nn.Module):
 def _key(inputs: tuple, request: tuple) -> tuple | None:
     """All that `_checked` looks at, of an eager call; None of another, or where a number is none of Python's own."""
     kinds = kinds_of(inputs) if is_eager(()) else None
-    eps, is_rms_norm, prenorm, out_dtype = request
+    eps, is_rms_norm, prenorm, out_dtype, _ = request
     plain = type(eps) is float and type(is_rms_norm) is type(prenorm) is bool
     if kinds is None or not plain or not (out_dtype is None or type(out_dtype) is torch.dtype):
         return None
@@ -171,7 +180,7 @@ class Options(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    y: Tensor
+    y: Tensor | None  # None of a gated sum alone
     r: Tensor | None = None
     stats: Tensor | None = None  # fp32: rstd of each row, and the mean if the norm centres
 
@@ -181,7 +190,7 @@ class Backward(NamedTuple):
     dr: Tensor | None
     x: Tensor | None  # there where dgate may be wanted
     r: Tensor
-    stats: Tensor
+    stats: Tensor | None  # there with y
     scale: Tensor | None  # the inputs end with these five too
     shift: Tensor | None
     gate: Tensor | None
@@ -195,6 +204,8 @@ def reference(i: Any, o: Options) -> Outputs:
     x, residual, scale, shift, gate, weight, bias = (t if t is None else t.to(wide) for t in i)
     r: Any = x if gate is None else gate * x
     r = (r if residual is None else residual + r).to(_stream(i))
+    if o.norm is Norm.none:
+        return Outputs(None, r)
     y = NORMS[o.norm](r.to(wide), weight, bias, o.eps)
     y = y if scale is None else y * (1 + scale)
     return Outputs((y if shift is None else y + shift).to(o.out_dtype), r)
@@ -204,10 +215,12 @@ class FusedModulatedNorm(kit.Op):
     name, Inputs, Options, Outputs, Backward = "modulated_norm", Inputs, Options, Outputs, Backward
 
     def written(self, given, o):
+        if o.norm is Norm.none:
+            return ["r"]
         return ["y", *["r"] * (_adds(given) and (o.prenorm or o.trains)), *["stats"] * o.trains]
 
     def asked(self, given, o):
-        return ["y", *["r"] * o.prenorm]
+        return [*["y"] * (o.norm is not Norm.none), *["r"] * o.prenorm]
 
     def view(self, given, o):
         return (lambda i, outputs: (outputs[0], i[0].detach(), outputs[2])) if o.prenorm and not _adds(given) else None
@@ -215,10 +228,11 @@ class FusedModulatedNorm(kit.Op):
     def outputs(self, i, o):
         x, residual, _, _, gate, _, _ = i
         stores_r = (residual is not None or gate is not None) and (o.prenorm or o.trains)
+        has_y = o.norm is not Norm.none
         return Outputs(
-            empty_as(x, o.out_dtype),
+            empty_as(x, o.out_dtype) if has_y else None,
             empty_as(x, _stream(i)) if stores_r else None,
-            x.new_empty(x.numel() // x.shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains else None,
+            x.new_empty(x.numel() // x.shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains and has_y else None,
         )
 
     def training(self, of, o, needs):

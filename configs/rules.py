@@ -5,6 +5,7 @@
 
 import operator
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from math import isfinite
@@ -35,9 +36,10 @@ def check_given(names: Iterable[str], cfgs: Sequence[Config]) -> None:
     """
     broken, known = [], keys.schema(type(cfgs[0]))
     for name in dict.fromkeys(names):
-        if name in known and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
-            here = ", ".join(keys.unmet(name, cfgs[0]))
-            broken.append(f"{name} is read only with {keys.only(name, cfgs[0])}; here {here}. Leave it out.")
+        if name in known and not any(keys.counts(name, cfg) or attrgetter(name)(cfg) is None for cfg in cfgs):
+            only = keys.only(name, known[name])
+            here = ", ".join(f"{of}={keys.shown(attrgetter(of)(cfgs[0]))}" for of in re.findall(r"([\w.]+)!?=", only))
+            broken.append(f"{name} is read only with {only}; here {here}. Leave it out.")
     _raise_if(broken)
 
 
@@ -107,8 +109,10 @@ def out_of_range(cfg: Config) -> Iterator[str]:
             yield f"{name}={value}: must be finite."
         elif value is not None and not all(holds[word](value, limit) for word, limit in limits.items()):
             yield f"{name}={value}: must be {keys.limits(key)}."
-        elif key.metadata["needed"] and not value and not keys.unmet(name, cfg):
-            yield f"{keys.only(name, cfg)} needs {name}: {key.metadata['meaning']}."
+        elif key.metadata["needed"] and not value and keys.counts(name, cfg):
+            yield f"{keys.only(name, key)} needs {name}: {key.metadata['meaning']}."
+        elif value == "None":
+            yield f"{name}=None: null gives it no value."
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:

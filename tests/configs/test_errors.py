@@ -17,19 +17,18 @@ COMPOSED = r"""
 norm.imp=torch                  norm.imp: no such key. Did you mean norm.impl? Keys of norm: norm.impl, norm.kind,
 lr=1                            lr: no such key. Did you mean optim.lr?
 modl=gpt2                       modl: no such key. Did you mean model?
-model=gtp2                      model=gtp2: no such option. Did you mean gpt2? Options of model: gemma, gpt2, gpt2_large,
+model=gtp2                      llama nanogpt_char olmo qwen tiny Did you mean gpt2?
 optim={lrr: 1}                  optim.lrr: no such key. Did you mean optim.lr?
-data={name: 2024_01_05}         data={name: 2024_01_05}: takes text (name in folders
-norm={alpha: 1}                 norm.alpha is read only with norm.kind=dyt or derf
+data={name: 2024_01_05}         data.name: Value '20240105' of type 'int' is incompatible with type hint
 +norm.imp=torch                 norm.imp: no such key. Did you mean norm.impl?
 +lr=1                           lr: no such key. Did you mean optim.lr?
 nrom.impl=torch                 nrom: no such key. Did you mean norm?
-compare.fresh=2                 compare: no such key. `python train.py --help` lists all keys.
+compare.fresh=2                 compare: compare.py has such keys, train.py has none. `python compare.py --help` lists them.
 folder=~/runs                   quotes for Hydra within quotes for the shell: 'folder="~/runs"'
 norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch, compiled, flash_attn
-folder=2024_01_05               or None needs quotes, as in 'folder="TEXT"'.
-init_from=None                  needs quotes, as in 'init_from="TEXT"'. null is no text.
-resume=true                     resume=true: takes text (never; auto: go on with the run in `folder`; PATH:
+folder=2024_01_05               folder: Value '20240105' of type 'int' is incompatible with type hint
+init_from=None                  init_from=None: null gives it no value.
+resume=true                     true or false needs quotes, as in 'KEY="TEXT"'.
 model=null                      Config group override must be a string or a list.
 data.files=a.txt                data.files: Invalid value assigned: str is not a ListConfig, list or tuple. Write a list as
 sample.prompt=${HOME}           sample.prompt: Interpolation key 'HOME' not found.

@@ -163,6 +163,7 @@ def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:
     given.pop("compare", None)
     given.get("data", {}).pop("processes", None)
     given.get("checkpoint", {}).pop("background", None)
+    given.get("train", {}).pop("compile_mode", None)
     compiled = given.get("train", {}).pop("compile_loss", None)
     if compiled is not None:
         given["loss"] = {"impl": "compiled" if compiled else "torch", **given.get("loss", {})}

@@ -86,8 +86,6 @@ def why_no_graph(cfg: Config, machine: Machine) -> str:
         "train.graph=false": train.graph is False,
         f"CUDA graphs are for CUDA devices; this run is on {machine.device}": machine.device != "cuda",
         "a graph is of one process; torchrun started this one": machine.by_torchrun,
-        f"train.compile_mode={train.compile_mode} makes graphs of its own": train.compile
-        and train.compile_mode in schema.CUDA_GRAPHS,
         "train.recompute=true reads the state of torch's generator, from which this model draws dropout": train.recompute
         and schema.draws_from_torch(cfg.model, cfg.norm),
         "profile=true tells which operator launched a kernel, which a graph does not know": cfg.profile,
@@ -138,14 +136,6 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if train.batch_size % (train.accumulation * machine.ranks):
         by = f"train.accumulation={train.accumulation}" + (f" × {machine.ranks} ranks" if machine.ranks > 1 else "")
         yield f"train.batch_size={train.batch_size} can't be cut into equal micro-batches by {by}. Change one of them."
-    mode = f"train.compile_mode={train.compile_mode}"
-    if train.compile_mode not in schema.COMPILE_MODES:
-        yield f"{mode}: no mode that can be used here. Use {', '.join(schema.COMPILE_MODES)}."
-    elif train.compile:
-        if train.compile_mode in schema.CUDA_GRAPHS and (machine.ranks > 1 or machine.device != "cuda"):
-            yield f"{mode} makes CUDA graphs, which are for a single process on a CUDA device. Use another mode."
-        if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
-            yield f"{mode} chooses kernels by measured speed, and deterministic=true needs the same bits. Use one of them."
     if train.graph not in (True, False, "auto"):
         yield f"train.graph={train.graph}: takes auto, true or false."
     if train.graph is True and (why := why_no_graph(cfg, machine)):

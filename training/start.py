@@ -163,7 +163,7 @@ def facts(
         "device": f"{device.type}, {hardware}"
         + (f", {world.size} ranks" if world.store else "")
         + (", fsdp" if cfg.parallel is Parallel.fsdp else ""),
-        "precision": str(precision) + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else ""),
+        "precision": str(precision) + (", compiled" if cfg.train.compile else ""),
         "step": f"no CUDA graph: {no_graph}" if no_graph else "one CUDA graph, after the first steps",
         "norms": f"{norm.impl} {norm.kind}, {norm.placement}, weight {norm.weight}: {ran}",
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"

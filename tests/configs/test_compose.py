@@ -23,7 +23,7 @@ MATTERS = "model.dropout=0.2 norm.eps=1e-6 norm.kind=rmsnorm data.val_fraction=0
 MATTERS += "train.batch_size=4 train.accumulation=2 train.precision=bf16 train.steps=5000 seed=2"
 # Keys that a run may change when it goes on
 FREE = "data.cache_dir=x norm.impl=torch norm.dropout_masks=shared train.compile=true loss.impl=torch "
-FREE += "train.compile_mode=reduce-overhead train.recompute=true device=cpu eval.every=7 checkpoint.every=3 "
+FREE += "train.recompute=true device=cpu eval.every=7 checkpoint.every=3 "
 FREE += "logging.wandb=disabled sample.tokens=1 resume=auto folder=x seed=1"
 TEXTS = ["${oc.env:SECRET}", r"\${a}", r"\\${a}", "a\\", 'it\'s "so"', "a: b # c", "\t\n", "2024_01_05", "None", "é × 漢", ""]
 
@@ -57,7 +57,7 @@ def test_the_command_line_wins_over_an_experiment_and_the_experiment_over_its_gr
 
 def test_a_stored_config_takes_overrides_of_keys_and_defaults_for_new_keys(plain):
     older = {**plain, "norm": {"kind": "rmsnorm"}, "data": {**plain["data"], "processes": 4}}
-    older["train"] = {**plain["train"], "compile_loss": False}
+    older["train"] = {**plain["train"], "compile_loss": False, "compile_mode": "default"}
     older |= {"ablate": {"cycles": 12}, "compare": {"fresh": 8}}
     older["checkpoint"] = {**plain["checkpoint"], "background": True}
     del older["loss"]

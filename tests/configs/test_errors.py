@@ -46,20 +46,15 @@ model.dropout=1                 model.dropout=1.0: must be at least 0 and below 
 tokenizer.vocab_size=5          tokenizer.vocab_size=5: must be at least 257.
 optim.warmup_steps=20 train.steps=10                          optim.warmup_steps=20 is more than train.steps=10
 optim.min_lr=1                  optim.min_lr=1 is more than optim.lr=0.001
-train.compile_mode=fast         Use default, reduce-overhead,
-train.compile=true train.compile_mode=max-autotune deterministic=true    Use one of them.
-train.compile=true train.compile_mode=reduce-overhead                a single process on a CUDA device. Use another mode.
 optim.lr=nan                    optim.lr=nan: must be finite.
 seed=99999999999999999999       seed=99999999999999999999: must be at least 0 and below 9223372036854775808.
 data.source=text                data.source=text needs data.files
 data.source=hub                 data.source=hub needs data.path
 parallel=ddp                    parallel=ddp needs several processes: torchrun --nproc-per-node=N
 """
-GRAPHS = "train.compile=true train.compile_mode=reduce-overhead"
 MACHINES = [
     ("", Machine("mps"), "needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."),
     ("train.precision=bf16", Machine("cuda", bf16=False), "Use train.precision=fp16 or fp32."),
-    (GRAPHS, Machine("cuda", ranks=2, by_torchrun=True), "for a single process on a CUDA device"),
     ("train.batch_size=6", Machine("cpu", ranks=4), "by train.accumulation=1 × 4 ranks."),
 ]
 
@@ -108,7 +103,6 @@ def test_all_numbers_out_of_range_or_else_all_broken_rules_are_reported_at_once(
         (["train.graph=false"], Machine("cuda"), "train.graph=false"),
         ([], Machine("cpu"), "this run is on cpu"),
         ([], Machine("cuda", ranks=2, by_torchrun=True), "torchrun started this one"),
-        (["train.compile=true", "train.compile_mode=reduce-overhead"], Machine("cuda"), "makes graphs of its own"),
         (["profile=true"], Machine("cuda"), "which operator launched a kernel"),
         (["train.recompute=true", "model.dropout=0.1"], Machine("cuda"), "draws dropout"),
         (["train.recompute=true", "model.dropout=0.1", "model.attention_dropout=0"], Machine("cuda"), ""),

@@ -30,7 +30,6 @@ tokenizer.pretrained=a/b  tokenizer.kind=pretrained  with tokenizer.kind=pretrai
 optim.momentum=0.9  optim.kind=muon  with optim.kind=muon; here optim.kind=adamw
 optim.decay_fraction=0.1  optim.schedule=wsd  with optim.schedule=wsd; here optim.schedule=cosine
 optim.schedule=constant optim.min_lr=1e-5  optim.schedule=wsd  with optim.schedule=cosine,wsd
-train.compile_mode=default  train.compile=true  with train.compile=true
 sample.tokens=0 sample.prompt=a  sample.tokens=1  with sample.tokens!=0
 sample.temperature=0 sample.top_k=5  sample.temperature=1  with sample.tokens!=0 and sample.temperature!=0
 logging.wandb=offline logging.without_key=disabled  logging.wandb=online  with logging.wandb=null,online

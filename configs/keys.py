@@ -61,12 +61,22 @@ def only(name: str, key: Field) -> str:
 def counts(name: str, cfg: Config) -> bool:
     """Whether a key counts in this config."""
     words = only(name, schema(type(cfg))[name])
-    return not words or any(all(_holds(one, cfg) for one in each.split(" and ")) for each in words.split(" or "))
+    return not words or holds(words, cfg)
 
 
-def _holds(condition: str, cfg: Config) -> bool:
-    name, _, values = condition.partition("=")
-    return (attrgetter(name.rstrip("!"))(cfg) in yaml.safe_load(f"[{values}]")) is not name.endswith("!")
+def holds(words: str, cfg: Config) -> bool:
+    """Whether a config has what these words say: a.b=VALUE,VALUE and c!=VALUE or ..."""
+
+    def has(condition: str) -> bool:
+        name, _, values = condition.partition("=")
+        return (attrgetter(name.rstrip("!"))(cfg) in yaml.safe_load(f"[{values}]")) is not name.endswith("!")
+
+    return any(all(map(has, each.split(" and "))) for each in words.split(" or "))
+
+
+def here(words: str, cfg: Config) -> str:
+    """The keys in these words with their values in a config."""
+    return ", ".join(f"{name}={shown(attrgetter(name)(cfg))}" for name in dict.fromkeys(re.findall(r"([\w.]+)!?=", words)))
 
 
 def limits(key: Field) -> str:

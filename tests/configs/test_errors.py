@@ -38,10 +38,10 @@ model.heads=3                   model.heads=3 does not divide model.width=128.
 model.kv_heads=3                model.kv_heads=3 does not divide model.heads=4.
 model.positions=rotary model.width=12                         needs an even head width; model.width / model.heads is 3.
 train.batch_size=10 train.accumulation=4                      train.batch_size=10 can't be cut into equal micro-batches by
-norm.placement=inside model.block=parallel                    norm.placement=inside is for sequential blocks.
-model.residual_scale=deepnorm   model.residual_scale=deepnorm is for norms after the add; here norm.placement=pre.
-norm.kind=derf model.qk_norm=true                             model.qk_norm=true has no derf for queries and keys.
-norm.impl=liger norm.kind=dyt   norm.impl=liger has no norm.kind=dyt here, but norm.kind=layernorm or rmsnorm.
+norm.placement=inside model.block=parallel                    model.block=parallel: needs norm.placement=pre or model.block=seq
+model.residual_scale=deepnorm   model.residual_scale=deepnorm, norm.placement=pre: needs model.residual_scale!=
+norm.kind=derf model.qk_norm=true                             model.qk_norm_kind=null, norm.kind=derf: needs
+norm.impl=liger norm.kind=dyt   norm.impl=liger needs norm.kind=layernorm,rmsnorm; here norm.kind=dyt.
 model.dropout=1                 model.dropout=1.0: must be at least 0 and below 1.
 tokenizer.vocab_size=5          tokenizer.vocab_size=5: must be at least 257.
 optim.warmup_steps=20 train.steps=10                          optim.warmup_steps=20 is more than train.steps=10
@@ -120,5 +120,5 @@ def test_what_can_be_no_cuda_graph_says_why_and_is_refused_where_one_is_asked_fo
     if cfg.train.graph == "auto":
         with pytest.raises(ConfigError, match=rf"train\.graph=true: .*{why}.* Use train\.graph=auto") if why else nullcontext():
             configs.load([*given, "train.graph=true"], on=machine)
-    with pytest.raises(ConfigError, match=r"train\.graph=yes_please: takes auto, true or false"):
+    with pytest.raises(ConfigError, match=r"train\.graph=yes_please: needs train\.graph=auto,true,false"):
         configs.load([*given, "train.graph=yes_please"], on=machine)

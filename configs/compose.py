@@ -20,12 +20,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from configs import keys, machine, rules
 from configs.keys import ConfigError, as_config_errors
 from configs.schema import Choice, Config
+from measure.sources import note_yaml
 
 Of = TypeVar("Of", bound=Config)
 
@@ -80,7 +81,12 @@ def compose_only(overrides: Sequence[str], of: type[Of]) -> Of:
     running = GlobalHydra.instance().is_initialized()
     name = HydraConfig.get().job.config_name if HydraConfig.initialized() else of.program
     with explained(of), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
-        return typed(hydra.compose(name, list(overrides)), of)
+        composed = hydra.compose(name, list(overrides), return_hydra_config=True)
+        chosen = [f"{group}/{option}" for group, option in composed.hydra.runtime.choices.items()]
+        note_yaml(keys.FOLDER / f"{file}.yaml" for file in (name, "config", *chosen))
+        with open_dict(composed):
+            del composed["hydra"]
+        return typed(composed, of)
 
 
 def typed(composed: DictConfig, of: type[Of]) -> Of:

@@ -116,7 +116,7 @@ def unknown_key(name: str, of: type[Config]) -> ConfigError:
     section, _, leaf = name.rpartition(".")
     if name in GROUPS:  # Hydra puts what a file of the group has under the group's name, unless it begins so
         return ConfigError(f"{name} is a group. Begin your own file of it with the line `# @package _global_`.")
-    if (program := name.partition(".")[0]) in PROGRAMS:
+    if (program := name.partition(".")[0]) in {*PROGRAMS} - {of.program}:
         return ConfigError(
             f"{name}: {program}.py has such keys, {of.program}.py has none. `python {program}.py --help` lists them."
         )

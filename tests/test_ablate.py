@@ -1,6 +1,7 @@
 """python ablate.py: what it leaves behind, what it says, how it ends."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -196,6 +197,25 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     capsys.readouterr()
     assert ablate.main([*command, f"folder={folder}", "resume=auto"]) == 0 and len(ablations) == 1
     assert capsys.readouterr().out == f"runs/{folder.name} has finished: runs/{folder.name}/report.md\n"
+
+
+def test_seeds_of_parity_are_kept_and_not_made_again(tiny, here, measured, monkeypatch, ablations):
+    made, run_seed = [], ablate.parity.run_seed
+
+    def stopping(cfg, seed, *rest):
+        made.append(seed)
+        if len(made) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        run = run_seed(cfg, seed, *rest)
+        run.losses[TORCH][1] = math.inf
+        return run
+
+    monkeypatch.setattr(ablate.parity, "run_seed", stopping)
+    assert ablate.main(tiny) == 130
+    assert ablate.main([*tiny, f"folder={here()}", "resume=auto"]) == 1
+    (found,) = ablations[-1].parity
+    assert made == [1, 2, 2] and found.seeds == [1, 2] and found.verdict == "Parity fails: the loss of torch is not finite."
+    assert {len(of) for of in found.distances.values()} == {2}
 
 
 @pytest.mark.gpu

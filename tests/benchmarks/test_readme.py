@@ -64,7 +64,7 @@ def test_marker_of_what_is_not_there_is_an_error_or_says_what_records_it(folder)
 def test_a_row_of_the_first_table_whose_cell_is_not_recorded_is_an_error(folder, monkeypatch):
     ablations.save(results.ablation(), folder / "nvidia-h200" / "ablation" / "gpt2")
     monkeypatch.setitem(readme.HEADLINE, ("gpt2", "graph"), "GPT-2 as a graph")
-    with pytest.raises(ValueError, match="^'GPT-2 as a graph': the ablation gpt2 has no cell 'graph'"):
+    with pytest.raises(ValueError, match=r"^'GPT-2 as a graph': the ablation gpt2 has no cell 'graph'"):
         rewritten("headline nvidia-h200 gpt2", folder)
 
 

@@ -24,6 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from configs import keys, machine, rules
 from configs.keys import ConfigError
 from configs.schema import Choice, Config
+from measure.sources import note_yaml
 
 # train.yaml starts from this node, so that OmegaConf checks all that it and the groups set against the dataclasses; ablate.yaml
 # and compare.yaml start from theirs.
@@ -50,13 +51,16 @@ def compose_only(overrides: Sequence[str], of: type[Of]) -> Of:
     """
     running = GlobalHydra.instance().is_initialized()
     with explained(of), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
-        return typed(hydra.compose(of.program, list(overrides)), overrides, of)
+        return typed(hydra.compose(of.program, list(overrides), return_hydra_config=True), overrides, of)
 
 
 def typed(composed: DictConfig, overrides: Sequence[str], of: type[Of]) -> Of:
     """What Hydra composed of overrides, as values of the schema's types; what a command interpolates is resolved here, and
     nowhere else. Values that follow from others get theirs, which the config.yaml of a run then has."""
     check_text(overrides, of)
+    if "hydra" in composed:
+        chosen = [f"{group}/{option}" for group, option in composed.hydra.runtime.choices.items()]
+        note_yaml(keys.FOLDER / f"{name}.yaml" for name in (of.program, "config", *chosen))
     sections, known = keys.sections(of), keys.schema(of)
     found = [f"{name}.{key}" for name in sections for key in composed[name]]
     found += [str(name) for name in composed if name not in (*sections, "hydra")]

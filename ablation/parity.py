@@ -15,20 +15,25 @@ last step. Seeds differ in batches and masks, and in weights unless init_from gi
 elements:
 
     D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected    (rms over all d)
+    S_x = ⟨x − b, a⟩ / ⟨a, a⟩ · rms(a) / expected                   what all elements have in common, which rms hides in noise
 
-(No D is less than a unit in the last place of fp32, ε · rms(a): 2⁻²³ of the quantity's size.) `expected` is the error that the
-run's rounding and another order explain, so R is near 1 or below for a correct operator.
+(No D, and no allowed shift, is less than a unit in the last place of fp32, ε · rms(a): 2⁻²³ of the quantity's size.)
+`expected` is the error that the run's rounding and another order explain, so R is near 1 or below for a correct operator.
 
-A shuffled order keeps the way in which a sum is cut into parts, and another program cuts it otherwise: on two CPU threads
-torch.compile's sums of weight gradients lie 1.7 times as far from the reference as shuffled ones do, and not farther than
-`expected`. So it is this that R_c is compared with, or R_d if that is larger, and the tested arm, which rounds in other places,
-may be farther by the factor MARGIN. It fails if log R_c is further above: a one-sided t-test over seeds.
+**Size.** A shuffled order keeps the way in which a sum is cut into parts, and another program cuts it otherwise: on two CPU
+threads torch.compile's sums of weight gradients lie 1.7 times as far from the reference as shuffled ones do, and not farther
+than `expected`. So it is this that R_c is compared with, or R_d if that is larger, and the tested arm, which rounds in other
+places, may be farther by the factor MARGIN. It fails if log R_c is further above: a one-sided t-test over seeds.
 
-All tests of all arms of a run together have the level LEVEL, each has LEVEL / number of tests (Bonferroni). Two guards have no
-level, because a t-test over few seeds can't see their cases: a seed fails if its tested arm is GROSS times as far as expected,
-which would widen the spread that hides it; and the mean over seeds must stay below GROSS_FEW, as FEW seeds or fewer have no
-t-test, and a few more estimate their spread roughly. `python -m benchmarks.parity_errors` measures how often a correct arm
-fails.
+**Sign.** Rounding errors have random signs, a wrong formula has the same at every seed. It fails if the mean of S_c
+over seeds is farther from 0 than BIAS: a two-sided t-test, with a standard deviation no smaller than the rms of S_d, so that
+seeds which agree by chance don't make a verdict. Not for parameters: their a is mostly their initial value.
+
+All tests of all arms of a run together have the level LEVEL, each has LEVEL / number of tests (Bonferroni). Five seeds have 2⁵
+signs, too few for a permutation test. Two guards have no level, because a t-test over few seeds can't see their cases: a seed
+fails if its tested arm is GROSS times as far as expected, or shifted by as much, which would widen the spread that hides it;
+and the mean over seeds must stay below GROSS_FEW, as FEW seeds or fewer have no t-test, and a few more estimate their spread
+roughly. `python -m benchmarks.parity_errors` measures how often a correct arm fails.
 
 Ten steps, the default, say nothing of where training ends: `compare.py` compares outcomes.
 
@@ -48,7 +53,7 @@ from ablation.arms import Arm
 from ablation.config import Config, Switch
 from ablation.parity_arms import ORDER_NAMES, parity_arms, row_sites, unclipped_gradients
 from ablation.records import Parity, SeedRun
-from ablation.rounding import LEVEL, REFERENCE, Distances, Sums, row_scales, size_test
+from ablation.rounding import LEVEL, REFERENCE, Distances, Sums, row_scales, sign_test, size_test
 from ablation.variants import Variant
 from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
@@ -146,8 +151,9 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
     """The verdict on a tested arm over seeds, by the statistic at the head of this file."""
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"
     found = {name: [run.distances[arm][name] for run in runs] for name in runs[0].distances[arm]}
-    level = LEVEL / (len(found) * len(runs[0].distances))
-    tests = [size_test(name, of, level, exact) for name, of in found.items()]
+    level = LEVEL / ((2 * len(found) - 1) * len(runs[0].distances))
+    sizes = [size_test(name, of, level, exact) for name, of in found.items()]
+    tests = sizes + [sign_test(name, of, level) for name, of in found.items() if name != "parameters"]
 
     sick = [name for name in (REFERENCE, TORCH, arm, *ORDER_NAMES) if not np.isfinite([run.losses[name] for run in runs]).all()]
     failures = sorted((test for test in tests if not test.quantity.holds), key=lambda test: -test.excess)
@@ -159,7 +165,7 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
     elif failures:
         verdict = f"Parity fails: {failures[0].failure}, {setting}; {len(failures)} of {len(tests)} tests fail."
     else:
-        worst = max((test.quantity for test in tests), key=lambda q: q.tested.median)
+        worst = max((test.quantity for test in sizes), key=lambda q: q.tested.median)
         verdict = (
             f"Parity holds: {setting}, no quantity of {arm} is farther from {exact} than rounding explains (the "
             f"farthest: {worst.name}, {worst.tested.median:.2f} ×; {worst.beside})."

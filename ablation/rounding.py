@@ -16,7 +16,7 @@ import torch
 from scipy import special
 from torch import Tensor, nn
 
-from measure.statistics import Interval, geometric_mean
+from measure.statistics import Interval, mean_interval
 from ops.adopt import lazy
 from ops.adopt.norms import AdoptedNorm
 
@@ -24,6 +24,7 @@ REFERENCE, REORDERED = "reference", "reordered"
 ORDERS = 3  # of sums, beside PyTorch's own
 LEVEL = 0.005
 MARGIN = 1.25
+BIAS = 0.1
 # A loss or a norm over two steps has a ratio of up to 6 by chance (40 seeds, a model of width 32, bf16); more steps have less.
 GROSS, GROSS_FEW = 30.0, 10.0
 FEW = 3  # seeds
@@ -50,6 +51,8 @@ class Distances:
 
     tested: float  # R_c
     reordered: float  # R_d, root of the mean square over orders
+    tested_shift: float  # S_c
+    reordered_shift: float  # S_d, root of the mean square over orders
 
 
 @dataclass(frozen=True)
@@ -63,25 +66,30 @@ class Sums:
     """Sums over elements that give the distances of a quantity. Its tensors can be added one after the other."""
 
     def __init__(self) -> None:
-        self.squares = np.zeros(3)  # of a, b − a, c − a
-        self.orders: list[np.ndarray] = []  # of each other order d the squares of d − a and d − b
         self.elements = 0
+        self.squares = np.zeros(3)  # of a, b − a, c − a
+        self.shift = 0.0  # ⟨c − b, a⟩
+        self.orders: list[np.ndarray] = []  # of each other order d the squares of d − a and d − b, and ⟨d − b, a⟩
 
     def add(self, a: Tensor, b: Tensor, c: Tensor, *orders: Tensor) -> None:
         a, b, c, *ds = (x.detach().to(a.device).double().flatten() for x in (a, b, c, *orders))
         self.elements += a.numel()
         self.squares += [float(x.dot(x)) for x in (a, b - a, c - a)]
-        found = [np.array([float(x.dot(x)) for x in (d - a, d - b)]) for d in ds]
+        self.shift += float((c - b).dot(a))
+        found = [np.array([float(x.dot(y)) for x, y in ((d - a, d - a), (d - b, d - b), (d - b, a))]) for d in ds]
         self.orders = [one + more for one, more in zip(self.orders, found, strict=True)] if self.orders else found
 
     def distances(self) -> Distances:
         size, torch_, tested = np.sqrt(self.squares / self.elements)
-        reordered, order = np.sqrt(np.mean(self.orders, axis=0) / self.elements)
+        reordered, order = np.sqrt(np.mean(self.orders, axis=0)[:2] / self.elements)
         # No correct program need be nearer than one unit in the last place of fp32: two that differ by less are as good as the
         # same bits, which a run may well have, and whose distance of 0 would have no logarithm.
         unit = float(size) * torch.finfo(torch.float32).eps + 1e-30
         expected = max(math.hypot(torch_, order), unit)
-        return Distances(*(_finite(float(max(x, unit) / expected)) for x in (tested, reordered)))
+        ratios = (max(tested, unit) / expected, max(reordered, unit) / expected)
+        shifts = np.array([self.shift, np.sqrt(np.mean(np.square(self.orders), axis=0)[2])])
+        shifts = shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
+        return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
 
     def errors(self) -> list[float]:
         """rms(x − a) / rms(a) of the arms x = b, c, with a the reference."""
@@ -130,21 +138,49 @@ def row_scales(
 
 
 def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
-    """Whether the tested arm is farther from the reference, in `exact`, than rounding and other orders of sums explain: a
-    one-sided t-test."""
+    """Whether the tested arm is farther from the reference, in `exact`, than rounding and other orders of sums explain."""
     tested, reordered = np.log([(one.tested, one.reordered) for one in seeds]).T
     excess = tested - np.maximum(reordered, 0.0)
     fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
-    if len(seeds) > FEW and not fails:
-        above, error = excess.mean() - math.log(MARGIN), excess.std(ddof=1) / math.sqrt(len(seeds))
-        fails = above > 0 and special.stdtr(len(seeds) - 1, -above / max(error, 1e-30)) < level
-    quantity = Quantity(name, geometric_mean(np.exp(tested)), geometric_mean(np.exp(reordered)), not bool(fails))
+    if len(seeds) > FEW:
+        fails = fails or _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
+    quantity = Quantity(name, _interval(tested, math.exp), _interval(reordered, math.exp), not bool(fails))
     failure = f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({quantity.beside})"
     return Result(quantity, float(excess.mean()), failure)
 
 
+def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds") -> Result:
+    """Whether the tested arm is off in one direction over the seeds."""
+    tested, reordered = np.array([(one.tested_shift, one.reordered_shift) for one in seeds]).T
+    towards = tested * np.sign(tested.mean())
+    fails = towards.mean() > GROSS_FEW or abs(tested).max() > GROSS
+    if len(seeds) > FEW:
+        deviation = max(towards.std(ddof=1), float(np.sqrt((reordered**2).mean())))
+        fails = fails or _p_above(towards, BIAS, deviation) < level / 2
+    quantity = Quantity(f"{name}, shift", _interval(tested), _interval(reordered), not bool(fails))
+    shift = f"{quantity.tested.median:+.2g} × what rounding explains ({quantity.beside})"
+    # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
+    excess = math.log(max(abs(float(tested.mean())), 1e-9)) - 100
+    return Result(quantity, excess, f"{name} is shifted in one direction over the {over}, by {shift}")
+
+
+def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:
+    """Chance of samples such as these if their mean is at most `bound`: Student's one-sided t-test."""
+    above = float(samples.mean()) - bound
+    if deviation == 0.0:
+        return 0.0 if above > 0 else 1.0
+    return float(special.stdtr(len(samples) - 1, -above / deviation * math.sqrt(len(samples))))
+
+
+def _interval(samples: np.ndarray, inverse: Callable[[float], float] = float) -> Interval:
+    """Mean over seeds and its interval, taken back by `inverse`."""
+    found = mean_interval(samples)
+    most = math.log(LARGEST) if inverse is math.exp else LARGEST
+    return Interval(*(inverse(min(x, most)) for x in (found.median, found.low, found.high)))
+
+
 def _finite(x: float) -> float:
-    return LARGEST if math.isnan(x) else min(x, LARGEST)
+    return LARGEST if math.isnan(x) else min(max(x, -LARGEST), LARGEST)
 
 
 def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor, number: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation.rounding import FEW, GROSS_FEW, LEVEL, Sums, size_test
+from ablation.rounding import FEW, GROSS_FEW, LEVEL, Sums, sign_test, size_test
 from adoption.models import (
     Loss,
     autocasting,
@@ -187,15 +187,17 @@ def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor],
 
 def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -> ParityCheck:
     names = [name for name in batches[0] if all(name in sums for sums in batches)]
-    level = LEVEL / len(names)
+    level = LEVEL / (2 * len(names))
     rows = []
     for name in names:
         distances = [sums[name].distances() for sums in batches]
         # A lucky reordered run counts as an average one: a single number is often nearer to the reference than expected.
         distances = [replace(one, reordered=max(one.reordered, 1.0)) for one in distances]
-        found = size_test(name, distances, level, exact)
-        error, of = max(sums[name].errors()[1] for sums in batches), found.quantity
-        rows.append(Row(name, error, of.tested.median, of.reordered.median, "" if of.holds else found.failure))
+        results = [size_test(name, distances, level, exact), sign_test(name, distances, level, over="batches")]
+        failed = [result.failure for result in results if not result.quantity.holds]
+        size = results[0].quantity
+        error = max(sums[name].errors()[1] for sums in batches)
+        rows.append(Row(name, error, size.tested.median, size.reordered.median, failed[0] if failed else ""))
     rows.sort(key=lambda row: (not row.failure, -row.ratio / row.reordered))
     failures = [row for row in rows if row.failure]
     few = f", {len(batches)} batches" if len(batches) > 1 else ""

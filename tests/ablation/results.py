@@ -80,5 +80,5 @@ def parity_of(overrides: dict[str, str], seeds: int = 3, holds: bool = True) -> 
         quantities=[Quantity(name, Interval(far, far - 0.08, far + 0.09), Interval(0.99, 0.93, 1.06), holds) for name in names],
         holds=holds,
         verdict="Parity holds: as far as others." if holds else "Parity fails: the loss is 7.4 × as far as expected.",
-        distances={name: [Distances(far, 0.99)] * seeds for name in names},
+        distances={name: [Distances(far, 0.99, -0.01, 0.02)] * seeds for name in names},
     )

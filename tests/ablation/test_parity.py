@@ -14,7 +14,7 @@ import model.sites
 from ablation.config import Config
 from ablation.parity import judge, parity, run_seed
 from ablation.parity_arms import ORDER_NAMES
-from ablation.rounding import MARGIN, REFERENCE, Distances, size_test
+from ablation.rounding import BIAS, MARGIN, REFERENCE, Distances, sign_test, size_test
 from ablation.variants import Variant
 from data import load_corpus
 from measure.comparison import FUSED, TORCH
@@ -120,28 +120,37 @@ def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
     assert all(math.isfinite(x) for q in result.quantities for x in (q.tested.low, q.tested.median, q.tested.high))
 
 
-def made_up(draw, seeds, ratio=1.0):
+def made_up(draw, seeds, ratio=1.0, shift=0.0):
     """Distances of a fused arm that is `ratio` times as far as the reordered one, and seeds that scatter by a fifth."""
-    return [Distances(ratio * math.exp(draw.normal(0, 0.2)), 1.0) for _ in range(seeds)]
-
-
-def holds(distances, level):
-    return size_test("loss", distances, level, "fp32").quantity.holds
+    return [
+        Distances(ratio * math.exp(draw.normal(0, 0.2)), 1.0, shift + draw.normal(0, 0.2), draw.normal(0, 0.2))
+        for _ in range(seeds)
+    ]
 
 
 def test_a_correct_norm_fails_no_more_often_than_the_level(seeds=5, level=0.01):
     draw = np.random.default_rng(0)
-    assert np.mean([not holds(made_up(draw, seeds, MARGIN), level) for _ in range(2000)]) < 1.8 * level, "at the very edge"
+    repeats = [made_up(draw, seeds, MARGIN, BIAS) for _ in range(2000)]  # at the very edge
+    for judged in (lambda one: size_test("loss", one, level, "fp32"), lambda one: sign_test("loss", one, level)):
+        assert np.mean([not judged(one).quantity.holds for one in repeats]) < 1.8 * level
 
 
-def test_a_wrong_norm_fails_and_ten_times_the_expected_error_at_any_number_of_seeds():
+def test_a_wrong_norm_fails_by_size_or_by_sign_and_ten_times_the_expected_error_at_any_number_of_seeds():
     draw = np.random.default_rng(1)
-    assert not holds(made_up(draw, 5, 6.0), 1e-3) and not holds(made_up(draw, 8, 2.0), 1e-3)
+    far, shifted = [], []
+    for seeds, ratio, shift in ((5, 6.0, 3.0), (8, 2.0, 1.0)):
+        far.append((made_up(draw, seeds, ratio=ratio), 1e-3))
+        shifted.append((made_up(draw, seeds, shift=shift), 1e-3))
     for seeds in range(1, 7):  # of four seeds that scatter as these do the t-test alone would let fourteen times pass
         errors = [14.0 * scatter for scatter in (1.6, 0.7, 1.4, 0.8, 1.2, 0.9)][:seeds]
-        assert not holds([Distances(error, 1.0) for error in errors], 1e-4)
-    one_of_many = [Distances(50.0 if seed == 3 else 1.0, 1.0) for seed in range(8)]
-    assert not holds(one_of_many, 1e-4), "it is not lost in the spread that it makes"
+        far.append(([Distances(e, 1.0, 0.0, 0.1) for e in errors], 1e-4))
+        shifted.append(([Distances(1.0, 1.0, e, 0.1) for e in errors], 1e-4))
+    errors = [50.0 if seed == 3 else 1.0 for seed in range(8)]  # one of many is not lost in the spread that it makes
+    far.append(([Distances(e, 1.0, 0.0, 0.1) for e in errors], 1e-4))
+    shifted.append(([Distances(1.0, 1.0, e, 3.0) for e in errors], 1e-4))
+    for is_far, distances, level in [*((True, *one) for one in far), *((False, *one) for one in shifted)]:
+        holds = [size_test("loss", distances, level, "fp32").quantity.holds, sign_test("loss", distances, level).quantity.holds]
+        assert holds == [not is_far, is_far]
 
 
 def test_several_arms_are_tested_in_one_run_each_by_itself(tiny, monkeypatch):

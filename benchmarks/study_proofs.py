@@ -24,7 +24,7 @@ from benchmarks import command
 from benchmarks.command import Record
 from configs import machine
 from data import load_corpus
-from measure.differences import Difference, Sample, differences
+from measure.differences import Difference, Sample, difference, differences
 from measure.progress import progress
 from measure.statistics import Interval
 from measure.store import Store
@@ -40,7 +40,7 @@ SHIFT, FROZEN = 0.02, 0.5
 KEYS = [
     *("experiment=shakespeare_char", "model.layers=4", "model.heads=4", "model.width=128", "model.context=128"),
     *("model.dropout=0.0", "norm.kind=rmsnorm", "train.batch_size=32", "train.steps=250", "optim.lr=3e-3"),
-    *("optim.warmup_steps=null", "eval.every=0", "eval.batches=16", "compare.probe_every=0", "compare.timing_cycles=0"),
+    *("optim.warmup_steps=null", "eval.every=0", "eval.batches=16", "compare.timing_cycles=0"),
     "logging.wandb=disabled",
 ]
 BASE, EQUAL, HANDICAP = "baseline", "another eps", "handicap"
@@ -71,15 +71,14 @@ def studies_of(losses: Sequence[float], studies: int) -> list[Record]:
     for proof, by in (("aa", 0.0), ("shifted", SHIFT)):
         for number in range(studies):
             own = losses[3 * SEEDS * number : 3 * SEEDS * (number + 1)]
-            samples = {BASE: Sample(own[SEEDS:]), EQUAL: shifted(Sample(own[:SEEDS]), by)}
-            made.append(record(proof, number, differences(samples, [(EQUAL, BASE)])[EQUAL, BASE]))
+            equal = shifted(Sample(own[:SEEDS]), by)
+            made.append(record(proof, number, difference(equal, Sample(own[SEEDS:]))))
     return made
 
 
 def known_of(base: Sample, equal: Sample, handicap: Sample) -> list[Record]:
-    samples = {BASE: base, "planted": shifted(equal, SHIFT), "handicap": handicap}
-    found = differences(samples, [("planted", BASE), ("handicap", BASE)])
-    return [record(proof, 0, of) for (proof, _), of in found.items()]
+    found = differences({"planted": shifted(equal, SHIFT), "handicap": handicap}, base)
+    return [record(proof, 0, of) for proof, of in found.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

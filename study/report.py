@@ -1,7 +1,6 @@
 """The report of a study: report.md, report.json and pictures, all from the same figures."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,21 +38,14 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         tables.wrapped(words(made)),
         pictures,
         tables.markdown(*table(made)),
-        tables.section("Every pair", _markdown(_pairs(made)) if made.pairs else ""),
         tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]) if found.times else ""),
         tables.section("All runs of the search", _markdown(_runs(found, [arm.name for arm in study.arms]))),
-        tables.section("Environment", tables.environment(facts | {"runs by revision": revisions(found)})),
+        tables.section("Environment", tables.environment(facts)),
     )
     replace_text(folder / "report.md", text)
-    pairs = [{"arm": arm, "base": base, **asdict(of)} for (arm, base), of in made.pairs.items()]
     told = {"command": facts.get("command"), "environment": facts, "code": code(), "table": table(made)}
-    data = {**told, "report": asdict(made) | {"pairs": pairs}, **asdict(found)}
+    data = {**told, "report": asdict(made), **asdict(found)}
     replace_text(folder / "report.json", json_text(data, indent=1) + "\n")
-
-
-def revisions(found: Found) -> str:
-    counts = Counter(str(run.made.get("revision"))[:8] for run in found.results)
-    return ", ".join(f"{count} of {revision}" for revision, count in counts.items())
 
 
 def words(made: Report) -> str:
@@ -157,18 +149,12 @@ def _judged(of: Difference | None) -> Row:
     }
 
 
-def _pairs(made: Report) -> list[Row]:
-    cells = ({"pair": f"{arm} − {base}"} | _judged(of) for (arm, base), of in made.pairs.items())
-    return [{name.replace("− baseline ", "nats "): cell for name, cell in row.items()} for row in cells]
-
-
 def _time(made: Report, arm: ArmReport) -> Row:
-    """Step times, with PyTorch's norms too, and what is learned in the same time."""
+    """Step times, and what is learned in the same time."""
     base = arm.name == made.baseline
     row = {
         "arm": arm.name,
-        **{f"{impl}, ms": number(ms) for impl, ms in arm.price.ms.items()},
-        "torch / own (95 %)": interval_text(arm.price.over_torch),
+        "ms": NOTHING if arm.price.ms is None else number(arm.price.ms),
         "A/A (95 %)": interval_text(arm.price.again),
         "× the baseline's (95 %)": "baseline" if base else interval_text(arm.price.of_baseline),
         "differs": NOTHING if base or arm.price.of_baseline is None else "yes" if arm.slower else "no",

@@ -47,7 +47,7 @@ from training.place import place
 from training.precision import MixedPrecision
 from training.tracking import log_group
 
-LESS_MEMORY = "Timing needs memory for three models: compare.timing_cycles=0 leaves it out."
+LESS_MEMORY = "Timing needs memory for four models: compare.timing_cycles=0 leaves it out."
 
 
 def compare(study: Study, folder: Path, command: str) -> None:

@@ -68,17 +68,17 @@ class Difference:
         return self.p_loss is not None and self.p_failed is None and not self.verdict
 
 
-def differences(arms: Mapping[str, Sample], base: Sample) -> dict[str, Difference]:
-    """By arm, each judged among all."""
-    found = {name: difference(arm, base) for name, arm in arms.items()}
+def differences(samples: Mapping[str, Sample], pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Difference]:
+    """By (arm, base), each judged among all that are asked for."""
+    found = {pair: difference(samples[pair[0]], samples[pair[1]]) for pair in pairs}
     raw = {
-        (name, field): p
-        for name, of in found.items()
+        (pair, field): p
+        for pair, of in found.items()
         for field in ("p_loss", "p_failed")
         if (p := getattr(of, field)) is not None
     }
-    for (name, field), p in zip(raw, holm(list(raw.values())), strict=True):
-        found[name] = replace(found[name], p_loss=p) if field == "p_loss" else replace(found[name], p_failed=p)
+    for (pair, field), p in zip(raw, holm(list(raw.values())), strict=True):
+        found[pair] = replace(found[pair], p_loss=p) if field == "p_loss" else replace(found[pair], p_failed=p)
     return found
 
 

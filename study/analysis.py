@@ -11,21 +11,22 @@ from statistics import fmean, median
 
 import numpy as np
 
-from measure.comparison import cycle_times, differs, reach
+from measure.comparison import TORCH, cycle_times, differs, reach
 from measure.differences import Difference, Sample, difference, differences
 from measure.statistics import Interval, mean_interval, paired_ratio
 from study.arms import Arm, Study
 from study.runs import CONTROL, FRESH, SEARCH, TIME, Found
-from study.timing import OWN, OWN_AGAIN, as_baseline
+from study.timing import OWN_AGAIN, as_baseline
 
 ONE_SIDED = 1.645  # standard errors above which a twentieth lies
 
 
 @dataclass(frozen=True)
 class Price:
-    """The time of an arm's step, paired over cycles. None where nothing was timed."""
+    """The time of an arm's step, paired over cycles. Ratios are None where nothing was timed."""
 
-    ms: float | None
+    ms: dict[str, float]  # by contender, see study/timing.py
+    over_torch: Interval | None  # time with PyTorch's norms over the arm's own
     again: Interval | None  # A/A of the arm's own step
     of_baseline: Interval | None  # the arm's time over the baseline's
 
@@ -53,6 +54,7 @@ class Report:
     arms: list[ArmReport]
     baseline: str
     again: Difference | None  # A/A: the baseline with other seeds − the baseline
+    pairs: dict[tuple[str, str], Difference]  # of all arms, where they are asked for
     runs: int
     fresh: bool  # whether the seeds that are compared had no part in the choice of rates; if not, nothing is called different
 
@@ -69,12 +71,12 @@ def analyse(study: Study, found: Found) -> Report:
     samples = {name: with_cost(found, name, found.sample(found.of(name, stage, rate=rate))) for name, rate in rates.items()}
     own, again = samples[baseline], found.sample(found.of(baseline, CONTROL, rate=rates[baseline]))
     pooled = replace(own, losses=[*own.losses, *again.losses], failed=own.failed + again.failed)
-    against = judged(samples | {baseline: pooled}, baseline, fresh)
+    against, pairs = judged(study, samples | {baseline: pooled}, fresh)
     prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
     noise = reach(of.again for of in prices.values() if of.again)
     steps = steps_at_equal_time(prices, study.cfg.train.steps, noise)
     timed = equal_time(study, found, samples, rates, steps)
-    then = judged(timed, baseline, fresh) if timed else {}
+    then = judged(study, timed, fresh)[0] if timed else {}
 
     def report(name: str) -> ArmReport:
         searched = found.losses(found.of(name, SEARCH))
@@ -95,14 +97,24 @@ def analyse(study: Study, found: Found) -> Report:
         )
 
     aa = difference(again, replace(own, cost=0.0)) if again.runs else None  # both at one rate
-    return Report([report(name) for name in names], baseline, aa, len(found.results), fresh)
+    return Report([report(name) for name in names], baseline, aa, pairs, len(found.results), fresh)
 
 
-def judged(samples: Mapping[str, Sample], baseline: str, fresh: bool) -> dict[str, Difference]:
-    """By arm its difference from the baseline."""
-    others = {name: sample for name, sample in samples.items() if name != baseline}
-    found = differences(others, samples[baseline])
-    return found if fresh else {name: replace(of, p_loss=None) for name, of in found.items()}
+Judged = tuple[dict[str, Difference], dict[tuple[str, str], Difference]]
+
+
+def judged(study: Study, samples: Mapping[str, Sample], fresh: bool) -> Judged:
+    """By arm its difference from the baseline; and all pairs, if they are asked for, which then are judged together."""
+    names, baseline = list(samples), study.baseline.name
+    asked = [(name, baseline) for name in names if name != baseline]
+    if study.cfg.compare.all_pairs:
+        others = [name for name in names if name != baseline]
+        asked += [(arm, base) for at, base in enumerate(others) for arm in others[at + 1 :]]
+    if fresh:
+        made = differences(samples, asked)
+    else:
+        made = {(arm, base): replace(difference(samples[arm], samples[base]), p_loss=None) for arm, base in asked}
+    return {arm: of for (arm, base), of in made.items() if base == baseline}, made if study.cfg.compare.all_pairs else {}
 
 
 def failing(found: Found, name: str, sample: Sample, rate: float) -> str:
@@ -168,14 +180,19 @@ def sensitivity(study: Study, found: Found, name: str) -> Interval | None:
 
 
 def price(found: Found, arm: Arm, baseline: str) -> Price:
-    blocks, base = found.times.get(arm.name, {}), OWN if arm.name == baseline else as_baseline(baseline)
+    blocks, own = found.times.get(arm.name, {}), str(arm.cfg.norm.impl)
 
     def ratio(numerator: str, denominator: str) -> Interval | None:
         if not {numerator, denominator} <= blocks.keys():
             return None
         return paired_ratio(*(cycle_times([[ms] for ms in blocks[name]]) for name in (numerator, denominator)))
 
-    return Price(median(blocks[OWN]) if OWN in blocks else None, ratio(OWN, OWN_AGAIN), ratio(OWN, base))
+    return Price(
+        ms={name: median(blocks[name]) for name in (own, TORCH) if name in blocks},
+        over_torch=ratio(TORCH, own) if own != TORCH else None,
+        again=ratio(own, OWN_AGAIN),
+        of_baseline=ratio(own, own if arm.name == baseline else as_baseline(baseline)),
+    )
 
 
 def steps_at_equal_time(prices: Mapping[str, Price], steps: int, noise: float) -> dict[str, int]:

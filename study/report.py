@@ -38,13 +38,15 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         tables.wrapped(words(made)),
         pictures,
         tables.markdown(*table(made)),
+        tables.section("Every pair", _markdown(_pairs(made)) if made.pairs else ""),
         tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]) if found.times else ""),
         tables.section("All runs of the search", _markdown(_runs(found, [arm.name for arm in study.arms]))),
         tables.section("Environment", tables.environment(facts)),
     )
     replace_text(folder / "report.md", text)
+    pairs = [{"arm": arm, "base": base, **asdict(of)} for (arm, base), of in made.pairs.items()]
     told = {"command": facts.get("command"), "environment": facts, "code": code(), "table": table(made)}
-    data = {**told, "report": asdict(made), **asdict(found)}
+    data = {**told, "report": asdict(made) | {"pairs": pairs}, **asdict(found)}
     replace_text(folder / "report.json", json_text(data, indent=1) + "\n")
 
 
@@ -149,12 +151,18 @@ def _judged(of: Difference | None) -> Row:
     }
 
 
+def _pairs(made: Report) -> list[Row]:
+    cells = ({"pair": f"{arm} − {base}"} | _judged(of) for (arm, base), of in made.pairs.items())
+    return [{name.replace("− baseline ", "nats "): cell for name, cell in row.items()} for row in cells]
+
+
 def _time(made: Report, arm: ArmReport) -> Row:
-    """Step times, and what is learned in the same time."""
+    """Step times, with PyTorch's norms too, and what is learned in the same time."""
     base = arm.name == made.baseline
     row = {
         "arm": arm.name,
-        "ms": NOTHING if arm.price.ms is None else number(arm.price.ms),
+        **{f"{impl}, ms": number(ms) for impl, ms in arm.price.ms.items()},
+        "torch / own (95 %)": interval_text(arm.price.over_torch),
         "A/A (95 %)": interval_text(arm.price.again),
         "× the baseline's (95 %)": "baseline" if base else interval_text(arm.price.of_baseline),
         "differs": NOTHING if base or arm.price.of_baseline is None else "yes" if arm.slower else "no",

@@ -1,17 +1,21 @@
 """The time of an arm's step by the ablation's protocol: short blocks that alternate, paired, with an interval.
 
 measure/schedule.py has the order of the blocks. An arm is timed beside itself once more (A/A: the difference that the protocol
-measures where there is none), and beside the baseline. A step is the captured one, so the GPU does not wait for the host, and
-blocks can be shorter than those of ablate.py. Each block begins at the first step of the same run, which is not counted.
+measures where there is none), beside its own model with PyTorch's norms, and beside the baseline. A step is the captured one,
+so the GPU does not wait for the host, and blocks can be shorter than those of ablate.py. Each block begins at the first step of
+the same run; its first step is not counted.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 
 import torch
 
+from configs.schema import NormImpl
 from data import Corpus
 from measure.clock import StepClock
+from measure.comparison import TORCH
 from measure.schedule import LEAD_IN, LEAST_STEPS, block_length, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from study.arms import Arm
@@ -19,7 +23,7 @@ from study.config import Config
 from study.engine import Engine
 from training.precision import MixedPrecision
 
-OWN, OWN_AGAIN = "own", "again"  # the arm, and once more for A/A
+OWN_AGAIN = "again"  # the arm once more, for A/A
 BLOCK_MS = 50.0
 
 
@@ -36,8 +40,10 @@ def as_baseline(name: str) -> str:
 
 
 def contenders(arm: Arm, baseline: Arm) -> dict[str, Arm]:
-    """What an arm is timed with, by name."""
-    found = {OWN: arm, OWN_AGAIN: arm}
+    """What an arm is timed with, by name: itself after its norm.impl."""
+    in_torch = arm.at(arm.cfg.optim.lr, arm.cfg.seed)
+    in_torch.norm.impl = NormImpl.torch
+    found = {str(arm.cfg.norm.impl): arm, OWN_AGAIN: arm, TORCH: replace(arm, cfg=in_torch)}
     return found if arm.name == baseline.name else found | {as_baseline(baseline.name): baseline}
 
 

@@ -17,7 +17,7 @@ from measure.store import Store
 from study.arms import study_of
 from study.plan import make_all
 from study.runs import CONTROL, FRESH, RACE, SEARCH, Runs
-from study.timing import OWN, OWN_AGAIN
+from study.timing import OWN_AGAIN
 from tests.runs import ROOT, precision, read_json, wait_until
 
 KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=12", "eval.every=4"]
@@ -34,7 +34,7 @@ def studied(tiny, tmp_path_factory):
 def test_it_leaves_a_report_and_pictures(studied):
     text = (studied / "report.md").read_text()
     assert "no difference was found" in text or ": loss lower, " in text or ": loss higher, " in text
-    assert "× the baseline's (95 %)" in text
+    assert "torch / own (95 %)" in text
     for name in ("differences", "rates", "depth"):
         assert (studied / f"{name}.png").stat().st_size > 1e4
     runs, found = results(studied), read_json(studied / "report.json")
@@ -45,8 +45,8 @@ def test_it_leaves_a_report_and_pictures(studied):
     ended = [run for run in runs if run["stage"] != RACE]
     assert all([seen["step"] for seen in run["probes"]] == [3, 6, 9, 12] for run in ended)
     assert [list(of) for of in found["times"].values()] == [
-        [OWN, OWN_AGAIN],
-        [OWN, OWN_AGAIN, "baseline norm.kind=layernorm"],
+        ["fused", OWN_AGAIN, "torch"],
+        ["fused", OWN_AGAIN, "torch", "baseline norm.kind=layernorm"],
     ]
     assert all(len(blocks) == 2 * 6 and min(blocks) > 0 for of in found["times"].values() for blocks in of.values())
 
@@ -119,7 +119,7 @@ def test_times_beside_another_baseline_are_measured_anew(studied, tiny, tmp_path
     assert compare.main([*tiny, *SWEEP, *other]) == 0
     before, after = (read_json(of / "report.json")["times"] for of in (studied, folder))
     assert [list(of) for of in after.values()] == [
-        [OWN, OWN_AGAIN, "baseline norm.kind=rmsnorm"],
+        ["fused", OWN_AGAIN, "torch", "baseline norm.kind=rmsnorm"],
         list(before["norm.kind=rmsnorm"]),
     ]
     assert after["norm.kind=rmsnorm"] == before["norm.kind=rmsnorm"]

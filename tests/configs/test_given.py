@@ -63,7 +63,7 @@ def test_a_key_counts_if_it_does_in_one_arm_and_a_programs_own_keys_in_that_prog
     variants_of([cpu, "norm.dropout_masks=shared", "model.dropout=0.0,0.1"])
     variants_of([cpu, "ablate.switch=loss", "loss.chunks=4"])
     ladder = ["study=ladder", "data.files=[a.txt]", cpu]
-    for idle in ("compare.equal_time=true", "compare.timing_cycles=6"):
+    for idle in ("compare.equal_time=true", "compare.all_pairs=true", "compare.timing_cycles=6"):
         with pytest.raises(ConfigError, match=rf"{idle.partition('=')[0]} is read only .* here compare.sizes={{2M,4M,"):
             study_of([*ladder, idle], "2M")
     with pytest.raises(ConfigError, match=r"logging\.wandb=offline: compare\.sizes is in no W&B run"):

@@ -54,10 +54,10 @@ CLOSE = [1.440, 1.444, 1.437, 1.446, 1.441]
 def test_a_failed_run_is_no_loss_and_no_failing_arm_is_without_a_difference():
     base = Sample([*CLOSE, *CLOSE])
     for arm in (Sample(CLOSE[:4], failed=1), Sample(CLOSE[:1], failed=4), Sample([], failed=5)):
-        found = differences({"arm": arm}, base)["arm"]
+        found = differences({"arm": arm, "base": base}, [("arm", "base")])["arm", "base"]
         assert not found.none and not found.verdict
         assert found.fails == (arm.failed > 3) and (found.loss is None) == (arm.failed > 3)
-    found = differences({"arm": Sample(CLOSE)}, base)["arm"]
+    found = differences({"arm": Sample(CLOSE), "base": base}, [("arm", "base")])["arm", "base"]
     assert found.none and found.p_failed is None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from measure.statistics import Interval
+from measure.statistics import Interval, paired_ratio
 from measure.tables import interval_text
 from study import report
 from study.analysis import analyse, with_cost
@@ -99,6 +99,12 @@ def test_seeds_that_chose_the_rate_are_not_compared_and_without_others_nothing_i
     assert "nothing is called different: compare.fresh=8 adds others" in words(made)
 
 
+def test_all_pairs_are_judged_together():
+    runs = of_arms(a=CLOSE, b=[loss + 0.02 for loss in CLOSE])
+    made, _ = report_of(runs, all_pairs=True, baseline="b")
+    assert list(made.pairs) == [("a", "b")] and made.arms[0].against.verdict == "lower" and not report_of(runs)[0].pairs
+
+
 def test_what_failed_does_not_depend_on_the_order_of_runs_and_rates_are_chosen_by_those_that_trained():
     runs = [
         run("a", SEARCH, 2e-3, 1, 2.6, 2.45),
@@ -175,14 +181,15 @@ def timed(**typical):
 @pytest.mark.parametrize(("slower", "differs"), [(1.003, False), (1.5, True)])
 def test_a_step_takes_longer_only_beyond_a_a_and_equal_time_is_that_of_runs_with_their_own_schedule(slower, differs):
     times = {
-        "a": timed(own=2.0, again=2.0),
-        "b": timed(own=2 * slower, again=2 * slower) | {"baseline a": timed(own=2.0)["own"]},
+        "a": timed(fused=2.0, torch=6.0, again=2.0),
+        "b": timed(fused=2 * slower, torch=6.0, again=2 * slower) | {"baseline a": timed(own=2.0)["own"]},
     }
     runs = of_arms(a=CLOSE, b=[loss - 0.1 for loss in CLOSE])
     shorter = [run("b", TIME, 1e-3, seed, loss + 0.1, steps=67) for seed, loss in enumerate(CLOSE)]
     made, _ = report_of([*runs, *shorter], times=times)
     a, b = made.arms
     assert b.price.of_baseline.median == pytest.approx(slower) and b.slower == differs and not a.slower
+    assert b.price.over_torch == paired_ratio([6 * slow for slow in DRIFT], [2 * slower * slow for slow in DRIFT])
     assert a.price.of_baseline == Interval(1.0, 1.0, 1.0) and b.steps == (67 if differs else STEPS)
     assert ("no difference in the time of a step was found" in words(made)) == (not differs)
     if differs:

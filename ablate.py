@@ -37,6 +37,7 @@ from ablation.arms import Arm, build_arm, check_same
 from ablation.config import NANOGPT, REFUSED, Config, Switch
 from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes, turns
 from ablation.kept import Kept
+from ablation.masks import check_masks
 from ablation.records import Ablation, Cell, Parity, SeedRun
 from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
 from configs import as_config_errors, keys, machine, rules
@@ -225,6 +226,7 @@ def time_cell(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]
         left_out[NANOGPT] = "Its step is not captured."
     if mode in IS_COMPILED and NormImpl.compiled in cfg.ablate.arms:
         left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
+    masks = [check_masks(arm, compiled=mode in IS_COMPILED) for name, arm in arms.items() if not is_twin(name)]
     cell = Cell(
         overrides=variant.overrides,
         mode=mode,
@@ -233,6 +235,7 @@ def time_cell(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]
         subject=variant.subject,
         pairs=compare_all({name: of.blocks_ms for name, of in times.items()}),
         left_out=left_out,
+        masks=[one for one in masks if one],
     )
     # Activations are a part of the kinds of work, and no kind of their own.
     known = work.precision.device.type == "cuda" and cfg.ablate.switch is not Switch.mlp

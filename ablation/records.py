@@ -40,6 +40,19 @@ class Attribution:
 
 
 @dataclass(frozen=True)
+class Masks:
+    """What an arm's own dropout dropped, looked at for repetition."""
+
+    arm: str
+    dropout: float  # asked for
+    dropped: float  # found
+    elements: int  # of a mask
+    where: str  # the pairs that are most alike: so many elements apart, or of two calls
+    correlation: float  # of these pairs
+    holds: bool
+
+
+@dataclass(frozen=True)
 class Cell:
     """One configuration, eager or compiled."""
 
@@ -51,6 +64,7 @@ class Cell:
     pairs: Pairs
     attribution: Attribution | None = None  # None but on CUDA
     left_out: dict[str, str] = field(default_factory=dict)  # arms that were asked for: why they are missing
+    masks: list[Masks] = field(default_factory=list)
 
     @property
     def title(self) -> str:

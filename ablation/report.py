@@ -31,6 +31,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("What was measured", listed([*ablation.notes, *_left_out(cells), took])),
         section("Every pair", _pairs(cells)),
         section("Where the time goes", _gpu_time(cells)),
+        section("Dropout masks", listed(_masks(cells))),
         section("Step times", _steps(cells)),
         section("Environment", tables.environment(ablation.environment)),
         section("Command", f"```\n{ablation.command}\n```\n\n{EXPLAINED}"),
@@ -158,6 +159,17 @@ def _gpu_time(cells: Sequence[Cell]) -> str:
         by_kind = markdown(["ms of a step", *parts], rows)
         sections.append(f"### {capital(cell.title)}\n\n{by_kind}\n\n{wrapped(said)}")
     return "\n\n".join(sections)
+
+
+def _masks(cells: Sequence[Cell]) -> list[str]:
+    """A line for each arm that draws masks of its own; ablation/masks.py states the test."""
+    return [
+        f"{cell.title}, {one.arm}: {100 * one.dropped:.3f} % dropped of {2 * one.elements:,} elements, "
+        f"{100 * one.dropout:g} % asked for. The most alike are pairs {one.where}, with a correlation of "
+        f"{one.correlation:.4f}, {'as independent masks are' if one.holds else 'which independent masks are NOT'}."
+        for cell in cells
+        for one in cell.masks
+    ]
 
 
 def _steps(cells: Sequence[Cell]) -> str:

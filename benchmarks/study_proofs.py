@@ -24,7 +24,7 @@ from benchmarks import command
 from benchmarks.command import Record
 from configs import machine
 from data import load_corpus
-from measure.differences import Difference, Sample, difference, differences
+from measure.differences import Difference, Sample, differences
 from measure.progress import progress
 from measure.statistics import Interval
 from measure.store import Store
@@ -71,14 +71,15 @@ def studies_of(losses: Sequence[float], studies: int) -> list[Record]:
     for proof, by in (("aa", 0.0), ("shifted", SHIFT)):
         for number in range(studies):
             own = losses[3 * SEEDS * number : 3 * SEEDS * (number + 1)]
-            equal = shifted(Sample(own[:SEEDS]), by)
-            made.append(record(proof, number, difference(equal, Sample(own[SEEDS:]))))
+            samples = {BASE: Sample(own[SEEDS:]), EQUAL: shifted(Sample(own[:SEEDS]), by)}
+            made.append(record(proof, number, differences(samples, [(EQUAL, BASE)])[EQUAL, BASE]))
     return made
 
 
 def known_of(base: Sample, equal: Sample, handicap: Sample) -> list[Record]:
-    found = differences({"planted": shifted(equal, SHIFT), "handicap": handicap}, base)
-    return [record(proof, 0, of) for proof, of in found.items()]
+    samples = {BASE: base, "planted": shifted(equal, SHIFT), "handicap": handicap}
+    found = differences(samples, [("planted", BASE), ("handicap", BASE)])
+    return [record(proof, 0, of) for (proof, _), of in found.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -78,8 +78,9 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     report = (whole / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in " ".join(report.split()) and found.command in report
-    _, *cycles, end = map(json.loads, (whole / "cycles.jsonl").read_text().splitlines())
-    assert [list(cycle["blocks_ms"]) for cycle in cycles] == [list(cell.arms)] * 6 and end["exit_code"] == 0
+    _, *lines, end = map(json.loads, (whole / "cycles.jsonl").read_text().splitlines())
+    assert [list(cycle["blocks_ms"]) for cycle in lines[:6]] == [list(cell.arms)] * 6 and end["exit_code"] == 0
+    assert [line["parity"]["seed"] for line in lines[6:]] == parity.seeds
     assert {"speedup.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 

@@ -112,7 +112,7 @@ def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
         ("resume=runs/a", "ablate.py goes on with folder=runs/a resume=auto"),
         ("resume=auto", "resume=auto goes on in the folder that the command names: add"),
-        ("folder=runs/a,runs/b", "an ablation has one folder"),
+        ("folder=runs/a,runs/b", "folder: ablate.py has one. Give it one value."),
         ("logging.wandb=offline", "an ablation is several runs, a W&B agent's job is one."),
         ("init_from=RUN norm.kind=layernorm,rmsnorm", "norm.kind=rmsnorm: it has layernorm."),  # of the second cell
         ("model.vocab_size=null,3", "model.vocab_size is 3, less than the tokenizer's"),

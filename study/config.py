@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hydra.core.config_store import ConfigStore
-
 import configs
+from configs import compose
 from configs.schema import key
 
 
@@ -25,7 +24,6 @@ class CompareConfig:
     race_steps: int | None = key(None, "steps after which two rates go on; null: steps / 10; 0: all do", "nothing", at_least=0)
     equal_time: bool = key(False, "train slower arms again, to end when the fastest ends", "nothing", only="sizes={}")
     all_pairs: bool = key(False, "ask whether each pair of arms differs, not the baseline's alone", "nothing", only="sizes={}")
-    probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", "nothing", at_least=0)
     timing_cycles: int | None = key(None, "timing cycles; null: 6, 0 on a CPU", "nothing", only="sizes={}", at_least=0)
 
 
@@ -36,4 +34,4 @@ class Config(configs.Config):
     compare: CompareConfig = field(default_factory=CompareConfig)
 
 
-ConfigStore.instance().store(name="compare_schema", node=Config)
+compose.register(Config)

@@ -142,7 +142,7 @@ def test_a_run_writes_only_to_its_folder_and_its_cache_and_needs_no_home(tiny, t
     assert {path.name for path in tmp_path.iterdir()} == {"own", "run"}
 
 
-@pytest.mark.parametrize("name", ["train.py", "ablate.py", "sample.py"])
+@pytest.mark.parametrize("name", ["train.py", "ablate.py", "compare.py", "sample.py"])
 def test_ctrl_c_while_the_program_is_being_imported_is_no_traceback(tmp_path, name):
     command = [sys.executable, "-X", "importtime", str(ROOT / name), "runs/none"]  # a line on stderr for each import
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, text=True)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from tests.runs import ROOT
 
 CODE = """
-import contextlib, os, pathlib, runpy, sys, scipy.stats, torch, torch.distributed.tensor
+import contextlib, os, pathlib, runpy, sys, scipy.stats, torch, torch._dynamo, torch.distributed.tensor
 root, *files = sys.argv[1:]
 with contextlib.suppress(ImportError):
     import transformers

@@ -125,8 +125,8 @@ def test_the_law_is_found_of_several_lines_at_once():
 
 def test_a_prediction_covers_what_is_drawn():
     draw, held = np.random.default_rng(0), 0
-    for _ in range(60):
+    for _ in range(30):
         told = predicted(COMPUTE, [losses_of(c) + draw.normal(0, 0.005, 8) for c in COMPUTE], 4 * COMPUTE[-1])
         held += told.holds(losses_of(4 * COMPUTE[-1]) + draw.normal(0, 0.005))
-    assert held >= 53
+    assert held >= 26
     assert told.high - told.low < 0.1

@@ -22,7 +22,7 @@ REFUSED = {  # the keys that ablate.py refuses, and why
 class Switch(Choice):
     norm = "norm", "norm.impl, what runs at the norm sites"
     loss = "loss", "loss.impl, what computes the loss"
-    mlp = "mlp", "mlp.impl, what computes the activation of the MLPs"
+    mlp = "mlp", "mlp.impl, what computes the activation and product of gated MLPs"
 
     @property
     def key(self) -> str:
@@ -67,6 +67,10 @@ def check(cfg: Config, names: Iterable[str]) -> None:
     refused = REFUSED | {cfg.ablate.switch.key: "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
     if broken := [f"{name} {refused[name]}" for name in names if name in refused]:
         raise ConfigError("\n".join(broken))
+    switch = cfg.ablate.switch
+    if unmet := keys.unmet(switch.key, cfg):
+        only = keys.only(switch.key, cfg)
+        raise ConfigError(f"ablate.switch={switch}: {switch.key} is read only with {only}; here {', '.join(unmet)}.")
     arms, known = cfg.ablate.arms, [*cfg.ablate.switch.impls, NANOGPT]
     given = f"ablate.arms=[{','.join(arms)}]"
     if unknown := [arm for arm in arms if arm not in known]:

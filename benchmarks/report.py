@@ -15,7 +15,7 @@ from measure.tables import NOTHING, aligned, compact_markdown, interval_text, ma
 
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
     "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy",
-    "gelu": "GELU", "bias_gelu": "bias + GELU", "swiglu": "SwiGLU", "bias_geglu": "bias + GEGLU",
+    "swiglu": "SwiGLU", "geglu": "GEGLU",
     "norm_gate": "norm, then gate", "gate_norm": "gate, then norm", "gate_norm_8": "gate, then norm in 8 groups",
     "adaln": "adaLN", "adaln_zero": "adaLN-zero", "adaln_zero_fp32": "adaLN-zero, fp32 stream",
     "rms_adaln_zero": "RMS adaLN-zero",

@@ -105,6 +105,7 @@ def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_
         ("deterministic=true profile=true", "deterministic would change the operators. Leave it out.\nprofile is done by"),
         ("ablate.arms=[torch,fuse]", "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean"),
         ("ablate.switch=loss loss.impl=torch", "loss.impl is what ablate.py compares."),
+        ("ablate.switch=mlp", "mlp.impl is read only with model.activation=swiglu; here model.activation=gelu."),
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
         ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
@@ -153,7 +154,7 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
     found = ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED, FUSED_AGAIN} and parity.arm == FUSED and not parity.holds
-    assert any("Compared: loss.impl. All arms have norm.impl=torch, mlp.impl=fused." in note for note in found.notes)
+    assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
     assert "parity FAILS" in (here() / "report.md").read_text(encoding="utf-8")
 
 

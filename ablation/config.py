@@ -4,10 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hydra.core.config_store import ConfigStore
-
 import configs
-from configs import ConfigError, keys
+from configs import ConfigError, compose, keys
 from configs.schema import Choice, LossImpl, MlpImpl, NormImpl, key
 
 NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
@@ -58,7 +56,7 @@ class Config(configs.Config):
     ablate: AblateConfig = field(default_factory=AblateConfig)
 
 
-ConfigStore.instance().store(name="ablate_schema", node=Config)
+compose.register(Config)
 
 
 def check(cfg: Config, names: Iterable[str]) -> None:

@@ -172,7 +172,9 @@ def _fused(found: Adoption) -> str:
     trials = found.blocks.values()
     adds, sums = sum(len(trial.norms) for trial in trials), sum(len(trial.sums) for trial in trials)
     features = dict.fromkeys(f for trial in trials for norm in (*trial.norms.values(), *trial.sums) for f in norm)
-    counts = ", ".join(f"{count} {what}" for count, what in ((adds, "adds"), (sums, "sums")) if count)
+    modulated = sum(len(trial.modulated) for trial in trials)
+    kinds = (adds, "adds"), (modulated, "modulated"), (sums, "sums")
+    counts = ", ".join(f"{count} {what}" for count, what in kinds if count)
     counts = counts or ("none" if found.left else "none: no block with a replaced norm is found")
     why = f"; {len(found.left)} blocks left: {next(iter(found.left.values()))}" if found.left else ""
     return counts + (f", with {', '.join(features)}" if features else "") + why

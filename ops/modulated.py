@@ -60,6 +60,11 @@ def modulated_norm_fn(
     return (y, x if r is None else r) if prenorm else y
 
 
+def gated_sum(x: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
+    """r of `modulated_norm_fn` alone, one kernel each way; its arguments and errors."""
+    return modulated_norm.checked(_check_sum, reference, (x, residual, None, None, gate, None, None), ())[1]
+
+
 class ModulatedNorm(nn.Module):
     """`modulated_norm_fn` with a norm's parameters, named as torch.nn.LayerNorm's.
 
@@ -128,6 +133,11 @@ def _check(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: A
     return inputs, o, kernels
 
 
+def _check_sum(inputs: tuple) -> tuple[tuple, "Options", bool]:
+    fitting, o, kernels = _check(inputs, 0.0, False, True, None)
+    return fitting, o._replace(norm=Norm.none), kernels
+
+
 # ---- operator ----------------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +160,7 @@ class Options(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    y: Tensor
+    y: Tensor | None  # None of a gated sum alone
     r: Tensor | None = None
     stats: Tensor | None = None  # fp32: rstd of each row, and the mean if the norm centres
 
@@ -160,7 +170,7 @@ class Backward(NamedTuple):
     dr: Tensor | None
     x: Tensor | None  # there where dgate may be wanted
     r: Tensor
-    stats: Tensor
+    stats: Tensor | None  # there with y
     scale: Tensor | None  # the inputs end with these five too
     shift: Tensor | None
     gate: Tensor | None
@@ -174,6 +184,8 @@ def reference(i: Any, o: Options) -> Outputs:
     x, residual, scale, shift, gate, weight, bias = (t if t is None else t.to(wide) for t in i)
     r: Any = x if gate is None else gate * x
     r = (r if residual is None else residual + r).to(_stream(i))
+    if o.norm is Norm.none:
+        return Outputs(None, r)
     y = NORMS[o.norm](r.to(wide), weight, bias, o.eps)
     y = y if scale is None else y * (1 + scale)
     return Outputs((y if shift is None else y + shift).to(o.out_dtype), r)
@@ -183,10 +195,12 @@ class FusedModulatedNorm(kit.Op):
     name, Inputs, Options, Outputs, Backward = "modulated_norm", Inputs, Options, Outputs, Backward
 
     def written(self, given, o):
+        if o.norm is Norm.none:
+            return ["r"]
         return ["y", *["r"] * (_adds(given) and (o.prenorm or o.trains)), *["stats"] * o.trains]
 
     def asked(self, given, o):
-        return ["y", *["r"] * o.prenorm]
+        return [*["y"] * (o.norm is not Norm.none), *["r"] * o.prenorm]
 
     def view(self, given, o):
         return (lambda i, outputs: (outputs[0], i[0].detach(), outputs[2])) if o.prenorm and not _adds(given) else None
@@ -194,10 +208,11 @@ class FusedModulatedNorm(kit.Op):
     def outputs(self, i, o):
         x, residual, _, _, gate, _, _ = i
         stores_r = (residual is not None or gate is not None) and (o.prenorm or o.trains)
+        has_y = o.norm is not Norm.none
         return Outputs(
-            empty_as(x, o.out_dtype),
+            empty_as(x, o.out_dtype) if has_y else None,
             empty_as(x, _stream(i)) if stores_r else None,
-            x.new_empty(x.numel() // x.shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains else None,
+            x.new_empty(x.numel() // x.shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains and has_y else None,
         )
 
     def training(self, of, o, needs):

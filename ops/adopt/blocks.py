@@ -20,8 +20,8 @@ from ..torch_state import has_hooks
 from .adopted import Adopted, become
 from .lazy import Lazy, autocasts, can_go_along, look_ahead, settled
 
-_CALLED_BY = "_called_by"  # of a part: the block whose forward runs, and whether it records gradients
-_NOBODY = (None, None)
+_CALLED_BY = "_called_by"  # of a part: the block whose forward runs, whether it records gradients, and `Lazy.past`
+_NOBODY = (None, None, None)
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Role:
 
     path: str
     takes: bool = False  # the part computes its output from a Lazy: a dropout, drop path, layer scale or norm
+    scales: bool = False  # what it gives is to be computed when it has got its gate: no shift follows
     next_norm: str = ""  # path of the norm that is called on the sum
     viewed: bool = False  # it is called on a view of the sum
     waits: bool = False  # the sum gets another branch
@@ -58,9 +59,9 @@ class Source:
 
     def _lazy(self, part: nn.Module, x: Any) -> Lazy | None:
         """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
-        block, role = self.block, self.role
+        block, role, past = self.block, self.role, None
         if not torch.compiler.is_compiling():
-            block, had_grad = part.__dict__.get(_CALLED_BY, _NOBODY)
+            block, had_grad, past = part.__dict__.get(_CALLED_BY, _NOBODY)
             if had_grad is not torch.is_grad_enabled():
                 return None
         elif part_of(block, role.path) is not part:  # a graph follows no marks in checkpointed parts of it
@@ -71,7 +72,7 @@ class Source:
             other = part_of(block, path)
             if other is None or has_hooks(other):
                 return None
-        return Lazy(x, (role,), part_of(block, role.next_norm) if role.next_norm else None)
+        return Lazy(x, (role,), part_of(block, role.next_norm) if role.next_norm else None, past=past)
 
 
 def fits(x: Any, width: int) -> bool:
@@ -97,7 +98,8 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
         kwargs = {**kwargs, argument: _with_norm_ahead(block, kwargs[argument])}
     if torch.compiler.is_compiling():
         return settled(own_forward(block, *args, **kwargs))
-    mark, marked = (block, torch.is_grad_enabled()), []
+    mark: tuple = block, torch.is_grad_enabled(), {}
+    marked = []
     for source in block._sources:
         part = part_of(block, source.role.path)
         # Otherwise another module is in its place.

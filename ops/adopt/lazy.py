@@ -4,10 +4,12 @@ A block's own forward runs as it is written, and its stream is a tensor in every
 and the line that adds its output to the stream, that output may be a `Lazy`:
 
     dropout(rowscale · scale · weight · N(x)) + x1                each where it is there
+    gate ⊙ x                                                      gate: a row for each sample
 
 The addition computes the sum, which is a tensor again: in one kernel with the norm that the block calls on it, if `trial` has
-seen that it does. What that norm will give then waits on the sum (`Ahead`), for as long as nobody changes the sum. In all else
-that a program does with a Lazy, its value takes part, computed then. The functions at the end are what needs no value:
+seen that it does. What that norm will give then waits on the sum (`Ahead`), for as long as nobody changes the sum. A norm whose
+output gets a scale and a shift for each sample gives a Lazy too: gate ⊙ N(x), where the gate is 1 + scale, until the shift. In
+all else that a program does with a Lazy, its value takes part, computed then. The functions at the end are what needs no value:
 additions, scales, dropout.
 """
 
@@ -21,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import KERNEL_DTYPES
 from ..dropout import seeded_dropout
+from ..modulated import MOST_COLUMNS, gated_sum
 from ..norm import norm_fn
 from ..philox import draw_seed
 from ..reference import Norm
@@ -48,10 +52,13 @@ def look_ahead(norm: Any, x: Tensor, out_dtype: torch.dtype, parts: dict[str, An
 
     The sum and the norm are one node of autograd's graph: its backward adds up the gradients of both in one kernel.
     """
-    weight, bias = norm.weights()
-    options = norm.options(x.dtype)
-    normed: Any = norm_fn(norm.formula.norm, x, weight, bias, **parts, **options, prenorm=True, out_dtype=out_dtype)
-    y, r = normed
+    if "gate" in parts:
+        y, r = norm.modulated(x, **parts, prenorm=True, out_dtype=out_dtype)
+    else:
+        weight, bias = norm.weights()
+        options = norm.options(x.dtype)
+        normed: Any = norm_fn(norm.formula.norm, x, weight, bias, **parts, **options, prenorm=True, out_dtype=out_dtype)
+        y, r = normed
     if torch.compiler.is_compiling():  # which gives no attributes to one of several results of an operator
         r = r.view(r.shape)
     r._ahead = Ahead(norm, y, _state(r))
@@ -106,18 +113,19 @@ class Lazy:
 
     def __init__(
         self, x: Tensor, roles: tuple = (), next_norm: Any = None, residual: Tensor | None = None, x1: Tensor | None = None,
-        **parts: Any,
+        past: dict | None = None, **parts: Any,
     ) -> None:  # fmt: skip
         """x: (..., N), of a sublayer; roles: the `blocks.Role` of what made it, and of what made x1; next_norm: the AdoptedNorm
         that will be called on the sum that this goes into; residual: x's shape, there where a second branch is to come; x1: a
-        second branch; parts: what is to be done to x, as arguments of `norm_fn` but for branch_norm, an AdoptedNorm, and
-        scale, a number."""
+        second branch; past: of streams that were normed in this call of the block, see `modulated`; parts: what is to be done
+        to x, as arguments of `norm_fn` but for branch_norm, an AdoptedNorm, scale, a number, and gate, see `per_sample`."""
         self.x, self.roles, self.next_norm, self.residual, self.x1, self.parts = x, roles, next_norm, residual, x1, parts
+        self.past = past
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
         self._value: Tensor | None = None
 
     def then(self, **what: Any) -> "Lazy":
-        given = {name: getattr(self, name) for name in ("x", "roles", "next_norm", "residual", "x1")}
+        given = {name: getattr(self, name) for name in ("x", "roles", "next_norm", "residual", "x1", "past")}
         return Lazy(**(given | self.parts | what))
 
     def tensor(self) -> Tensor:
@@ -132,6 +140,8 @@ class Lazy:
         return self._value
 
     def _plus(self, residual: Tensor | None) -> Tensor:
+        if "gate" in self.parts:
+            return self._gated(residual)
         if not self.parts and (self.x1 is None or residual is None):
             other = residual if self.x1 is None else self.x1
             return self.x if other is None else other + self.x
@@ -142,9 +152,41 @@ class Lazy:
         arguments = self._arguments(residual)
         return norm_fn(Norm.none, self.x, **arguments, **options, out_dtype=dtype, residual_in_fp32=dtype is torch.float32)  # type: ignore[return-value]
 
+    def _gated(self, residual: Tensor | None) -> Tensor:
+        gate, is_normed = self.parts["gate"], "branch_norm" in self.parts
+        if residual is None and is_normed:
+            return self.modulated()
+        x = self.parts["branch_norm"].of_tensor(self.x) if is_normed else self.x
+        if residual is None:
+            return x * gate
+        return gated_sum(x, residual, gate) if residual.dtype in KERNEL_DTYPES else residual + x * gate
+
+    def modulated(self, shift: Tensor | None = None) -> Tensor:
+        """gate ⊙ N(x) + shift, in one kernel.
+
+        Its node in autograd's graph gives the stream again. A sum that the block adds to the stream takes it from there, so one
+        kernel adds up both gradients of the stream."""
+        norm, gate = self.parts["branch_norm"], self.parts["gate"]
+        dtype = reduce(torch.promote_types, [t.dtype for t in (gate, shift) if t is not None], norm.out_dtype(self.x.dtype))
+        if self.roles[0].follows and dtype is torch.float32 and autocasts(self.x.device):
+            dtype = torch.get_autocast_dtype(self.x.device.type)
+        prenorm = self.past is not None and torch.is_grad_enabled() and self.x.requires_grad
+        y = norm.modulated(self.x, gate.float() - 1, shift, prenorm=prenorm, out_dtype=dtype)
+        if prenorm:
+            y, r = y
+            self.past[id(self.x)] = self.x, r, _state(self.x)  # type: ignore[index]
+        if WATCH is not None:
+            WATCH(self, y)
+        return y
+
+    def _past_its_norm(self, stream: Tensor) -> Tensor:
+        x, r, state = (self.past or {}).get(id(stream), (None, None, None))
+        return r if x is stream and state == _state(stream) else stream
+
     def summed(self, residual: Tensor) -> Tensor:
         """The sum with the stream, and the norm behind it if there is one."""
-        norm, of = self.next_norm, self
+        norm, of, stream = self.next_norm, self, residual
+        residual = self._past_its_norm(stream)
         # In a graph, nobody can tell of what a tensor is a view.
         if norm is None or not can_go_along(norm) or (self.roles[0].viewed and torch.compiler.is_compiling()):
             r = self._plus(residual)  # a hook gets the sum before the norm, with its whole gradient
@@ -156,11 +198,13 @@ class Lazy:
                 dtype = own
             r = look_ahead(norm, of.x, norm.out_dtype(dtype), of._arguments(residual))
         if WATCH is not None:
-            WATCH(self.then(residual=residual), r)
+            WATCH(self.then(residual=stream), r)
         return r
 
     def _arguments(self, residual: Tensor | None) -> dict[str, Any]:
         """Of `norm_fn`, which adds it up, beside x."""
+        if "gate" in self.parts:
+            return {"gate": self.parts["gate"], "residual": residual}
         found = {**self.parts, "residual": residual, "x1": self.x1}
         norm, scale = found.pop("branch_norm", None), found.pop("scale", 1.0)
         if norm is not None:
@@ -175,8 +219,8 @@ class Lazy:
         return found
 
     def is_branch(self) -> bool:
-        """Whether nothing is added to it yet."""
-        return self.residual is None and self.x1 is None
+        """Whether more can be done to it: nothing is added yet, and it has no gate."""
+        return self.residual is None and self.x1 is None and "gate" not in self.parts
 
     def is_only_normed(self) -> bool:
         return len(self.parts) == 1 and "branch_norm" in self.parts and self.is_branch()
@@ -190,6 +234,9 @@ class Lazy:
             return self.then(x=self.x.transpose(a, b))
         return self.tensor().transpose(a, b)
 
+    def float(self) -> Any:
+        return self.tensor().float() if self.parts or not self.is_branch() else self.then(x=self.x.float())
+
     @property
     def shape(self) -> torch.Size:
         return self.x.shape
@@ -202,7 +249,7 @@ class Lazy:
             return self.x.dtype
         if self.is_only_normed():
             return self.parts["branch_norm"].out_dtype(self.x.dtype)
-        dtypes = [self.parts[name].dtype for name in ("branch_weight", "rowscale") if name in self.parts]
+        dtypes = [self.parts[name].dtype for name in ("branch_weight", "rowscale", "gate") if name in self.parts]
         return reduce(torch.promote_types, dtypes, self.x.dtype)
 
     def __getattr__(self, name: str) -> Any:
@@ -258,8 +305,10 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
         if a.parts or b.parts or a.x.dtype != b.x.dtype or a.shape != b.shape or a.x1 is not None or b.x1 is not None:
             return a.tensor() + b.tensor()
         residual = a.residual if b.residual is None else b.residual
-        both = Lazy(a.x, b.roles + a.roles, b.next_norm, None, b.x)
+        both = a.then(roles=b.roles + a.roles, next_norm=b.next_norm, residual=None, x1=b.x)
         return both if residual is None else both.summed(residual)
+    if isinstance(a, Tensor) and {"branch_norm", "gate"} <= b.parts.keys() and per_sample(a, b):
+        return b.modulated(a)
     is_stream = isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and a.shape == b.x.shape
     if not is_stream or ((dtype := b.dtype) is not a.dtype and torch.promote_types(dtype, a.dtype) is not a.dtype):
         return a + b.tensor()
@@ -286,7 +335,25 @@ def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
             of_rows = b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1]
             if of_rows and "rowscale" not in a.parts and all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True)):
                 return a.then(rowscale=b.squeeze(-1))
+            if per_sample(b, a):
+                is_bare = not a.parts or (a.is_only_normed() and a.parts["branch_norm"].can_be_modulated())
+                gated = (a if is_bare else Lazy(a.tensor(), a.roles, a.next_norm, past=a.past)).then(gate=b)
+                return gated.tensor() if a.roles and a.roles[0].scales else gated
     return torch.mul(*settled((a, b)), out=out)
+
+
+def per_sample(v: Tensor, x: Any) -> bool:
+    """Whether v has a row for each sample of x, as the kernels take scale, shift and gate: (B, 1, N) beside (B, tokens, N)."""
+    of = tuple(x.shape)
+    if v.dtype not in KERNEL_DTYPES or x.x.dtype not in KERNEL_DTYPES or of[-1] > MOST_COLUMNS:
+        return False
+    return any(v.shape == (*of[:n], *[1] * (len(of) - 1 - n), of[-1]) for n in range(len(of) - 1))
+
+
+def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1, out: Any = None) -> Any:
+    if value != 1 or out is not None:
+        return torch.addcmul(*settled((input, tensor1, tensor2)), value=value, out=out)
+    return add(input, multiply(tensor1, tensor2))
 
 
 def divide(a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
@@ -303,7 +370,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     if isinstance(input, Lazy) and input.is_branch() and "dropout_p" not in input.parts and p < 1.0:
         if seed is None:
             seed = draw_seed(input.x.device, is_eager((input.x,)))
-        return Lazy(input.x, input.roles, input.next_norm, **input.parts, dropout_p=p, seed=seed)
+        return input.then(dropout_p=p, seed=seed)
     return F.dropout(settled(input), p) if seed is None else seeded_dropout(settled(input), p, seed)
 
 
@@ -314,6 +381,7 @@ _HANDLERS: dict[Any, Callable] = {
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply), multiply),
     **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__), divide),
+    **dict.fromkeys((torch.addcmul, Tensor.addcmul), addcmul),
     F.dropout: dropout,
 }
 _OPERATORS = """
@@ -329,4 +397,4 @@ def _operator(name: str) -> Callable:
 
 for _name in _OPERATORS.split():
     setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
-Lazy.add, Lazy.mul, Lazy.multiply, Lazy.div = add, multiply, multiply, divide  # type: ignore[attr-defined]
+Lazy.add, Lazy.mul, Lazy.multiply, Lazy.div, Lazy.addcmul = add, multiply, multiply, divide, addcmul  # type: ignore[attr-defined]

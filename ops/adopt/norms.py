@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..gated import GatedRMSNorm
-from ..modulated import ModulatedNorm
+from ..modulated import ModulatedNorm, modulated_norm_fn
 from ..modules import MODULES
 from ..norm import norm_fn
+from ..records import Norm
 from . import lazy
 from .adopted import Adopted, Only, become, restore
 from .blocks import AdoptedBlock
@@ -140,6 +141,22 @@ class AdoptedNorm(Adopted):
         if self.formula.keeps_strides and not x.is_contiguous():
             return torch.empty_like(x, dtype=y.dtype).copy_(y)
         return y
+
+    def modulated(self, x: Tensor, *vectors: Tensor | None, **what: Any) -> Any:
+        """`modulated_norm_fn` with these arguments and the norm's own."""
+        formula, (weight, bias) = self.formula, self.weights()
+        if formula.zero_centered_weight and weight is not None:
+            weight = weight.float() + 1
+        what |= {
+            "weight": weight,
+            "bias": bias,
+            "eps": self.options(x.dtype)["eps"],
+            "is_rms_norm": formula.norm is Norm.rmsnorm,
+        }
+        return modulated_norm_fn(x, *vectors, **what)
+
+    def can_be_modulated(self) -> bool:
+        return self.formula.norm in (Norm.layernorm, Norm.rmsnorm)
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         formula, own = self.formula, self._parameters  # where a look takes a third of a look into the module

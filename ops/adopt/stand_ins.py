@@ -15,16 +15,17 @@ from .lazy import Lazy, dropout, settled
 
 
 class Returns:
-    """What each stand-in returns, by its path: a tensor, or a tuple of one and of nothing more. What the block does with the
-    output tells."""
+    """What each stand-in returns, by its path: a tensor, or a tuple of one for each stream that it gets and of nothing more.
+    What the block does with the output tells."""
 
     def __init__(self) -> None:
         self.lengths: dict[str, int] = {}  # of the tuples
         self.asked = ""  # the stand-in whose output was unpacked last
         self.are_known = False
 
-    def of(self, path: str, y: Any) -> Any:
-        return (y, *[None] * (self.lengths[path] - 1)) if path in self.lengths else y
+    def of(self, path: str, ys: list) -> Any:
+        length = self.lengths.get(path)
+        return ys[0] if length is None else (*ys, *[None] * length)[:length]
 
     def learn(self, error: Exception) -> bool:
         """Whether an error of the block tells that the last stand-in that was unpacked returns more."""
@@ -50,26 +51,29 @@ class StandIn(nn.Module):
             vars(self)["got_lazy"] = True
         if not given:
             raise TypeError(f"{self.path} gets no tensor")
-        x = settled(given[0])
-        width = getattr(self.standing_for, "out_features", getattr(self.standing_for, "nf", x.shape[-1]))
-        rows = x.float()[..., torch.arange(width) % x.shape[-1]]
-        y = torch.sin(rows + 0.1 * (1 + self.number)).to(x.dtype)
-        if torch.is_autocast_enabled("cpu"):  # as a matrix product
-            y = y.to(torch.get_autocast_dtype("cpu"))
-        return self.returns.of(self.path, y) if self.returns.are_known else Output(y, self.returns, self.path)
+        streams = [x for x in given if x.ndim == given[0].ndim and x.shape[-1] == given[0].shape[-1]]
+        ys = [self._of(settled(x)) for x in streams]
+        return self.returns.of(self.path, ys) if self.returns.are_known else Output(ys, self.returns, self.path)
+
+    def _of(self, x: Tensor) -> Tensor:
+        columns = torch.arange(getattr(self.standing_for, "out_features", getattr(self.standing_for, "nf", x.shape[-1])))
+        phase = 0.1 * (1 + self.number) + 0.3 * (columns // x.shape[-1])  # no two chunks are the same
+        y = torch.sin(x.float()[..., columns % x.shape[-1]] + phase).to(x.dtype)
+        # as a matrix product
+        return y.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else y
 
 
 class Output(Lazy):
     """What a stand-in returns while it is not known whether that is a tensor or a tuple."""
 
-    def __init__(self, y: Tensor, returns: Returns, path: str) -> None:
-        super().__init__(y)
-        self._value, self.returns, self.path = y, returns, path
+    def __init__(self, ys: list[Tensor], returns: Returns, path: str) -> None:
+        super().__init__(ys[0])
+        self._value, self.ys, self.returns, self.path = ys[0], ys, returns, path
 
     def _items(self, least: int) -> Any:
         self.returns.asked = self.path
         self.returns.lengths[self.path] = max(least, self.returns.lengths.get(self.path, 0))
-        return self.returns.of(self.path, self.x)
+        return self.returns.of(self.path, self.ys)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._items(1))

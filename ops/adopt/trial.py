@@ -9,6 +9,8 @@ checkpointing. The block itself is not run and not changed; its weights may be a
 
 import inspect
 import re
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +33,7 @@ from .stand_ins import Returns, SameDropout, StandIn, clone_of
 
 _FEATURES = {
     "branch_norm": "norm of the branch", "branch_weight": "layer scale", "scale": "scale", "rowscale": "drop path",
-    "dropout_p": "dropout",
+    "dropout_p": "dropout", "gate": "gate",
 }  # fmt: skip
 _TOKENS = 16
 _TRIES = 12  # of a block, each of which learns one more thing about what the stand-ins return
@@ -47,20 +49,22 @@ class Trial:
     roles: list[Role] = field(default_factory=list)  # of the parts whose outputs go into sums
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)  # path of a norm → what its kernel does along
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what the kernels of sums do that compute no norm
+    modulated: tuple[str, ...] = ()  # paths of the norms whose kernels do the scale and shift of each sample along
     follows: bool = True  # see `blocks.Role`
     gain: int = 0  # the more kernels do, the higher
     how: tuple = ()  # the parts that ran as they are, the shape of x and the other arguments
-    tried: tuple[tuple[str, bool], ...] = ()  # the parts whose outputs were seen in sums, and whether they took a Lazy
+    tried: tuple[tuple[str, bool, bool], ...] = ()  # of the parts whose outputs were seen in sums: path, takes, scales
 
 
 class LeftAlone(Exception):
     """The reason, in words."""
 
 
-def try_block(block: nn.Module, like: Trial | None = None) -> Trial | str:
+def try_block(block: nn.Module, like: Trial | str | None = None) -> Trial | str:
     """What can be fused in a block whose norms are replaced; or in words why nothing can.
 
-    like: what was found of another block. If it does for this block too, no more is looked for.
+    like: what was found of another block of its class. If it does for this block too, no more is looked for; where nothing was
+        found, it is not looked for what the block needs beside its stream.
     """
     norms = [m for m in block.modules() if isinstance(m, AdoptedNorm)]
     if not norms:
@@ -68,29 +72,31 @@ def try_block(block: nn.Module, like: Trial | None = None) -> Trial | str:
     if "forward" in block.__dict__:
         return "its forward is replaced on the instance, by a tool that wraps modules; adopt it before that"
     widths = {m.formula.width for m in norms if m.formula.width is not None}
-    if not widths:  # norms without weights take any width, so a matrix has to tell
-        widths = {m.in_features for m in block.modules() if isinstance(m, nn.Linear)}
+    of_matrices = Counter(m.in_features for m in block.modules() if isinstance(m, nn.Linear))
+    if any(m.formula.width is None for m in norms):  # without weights it takes any width, so a matrix has to tell
+        widths |= of_matrices.keys()
     if not widths:
         return "it has no matrix that tells the width of its stream"
     tried, reasons = list[Trial](), list[str]()
     with undisturbed(torch.device("cpu")):
-        if like is not None and like.width in widths:
+        if isinstance(like, Trial) and like.width in widths:
             with suppress(Exception):  # anybody's code
                 return _Bench(block, like).trial(like)
-        for width in sorted(widths, reverse=True):
+        for width in sorted(widths, key=lambda width: (of_matrices[width], width), reverse=True):
             inside = frozenset(_with_norms(block, width))
-            found = _try(block, width, inside)
+            conditioned = not (isinstance(like, str) or any(trial.gain for trial in tried))
+            found = _try(block, width, inside, conditioned=conditioned)
             if isinstance(found, str):  # as attention that norms its queries, and needs what the model gives it
                 reasons.append(found)
                 inside = frozenset[str]()
-                found = _try(block, width, inside)
+                found = _try(block, width, inside, conditioned=conditioned)
             if isinstance(found, str):
                 continue
             grows = True
             while grows:  # the forward of a part may add to the stream that it gets, or drop last
                 grows = False
                 for part in _composite(block, inside):
-                    more = _try(block, width, inside | {part})
+                    more = _try(block, width, inside | {part}, found)
                     if isinstance(more, Trial) and more.gain > found.gain:
                         inside, found, grows = inside | {part}, more, True
             tried.append(found)
@@ -113,22 +119,67 @@ def _composite(block: nn.Module, inside: frozenset[str]) -> list[str]:
     return [path for path in stand_ins if not any(path.startswith(f"{other}.") for other in stand_ins)]
 
 
-def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
+def _try(
+    block: nn.Module, width: int, inside: frozenset[str], like: Trial | None = None, conditioned: bool = True
+) -> Trial | str:
+    """like: a trial of this block that ran; conditioned: whether to look for what the block needs beside its stream."""
     _, *parameters = inspect.signature(type(block).forward).parameters.values()
     if not parameters or parameters[0].kind is parameters[0].VAR_KEYWORD:
         return "its forward takes no x"
     x, *others = parameters
-    needed = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    others = [p for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [p.name for p in others if p.default is p.empty]
+    shapes, grids = ((2, _TOKENS, width), (2, 4, 4, width)), (None, (4, 4)) if needed else (None,)
+    hows = [(inside, shape, dict.fromkeys(needed, grid)) for shape, grid in product(shapes, grids)]
+    if like is not None:
+        hows, conditioned = [(inside, *like.how[1:])], False
     reasons = list[str]()
-    for shape, given in product(((2, _TOKENS), (2, 4, 4)), (None, (4, 4)) if needed else (None,)):
-        how = inside, (*shape, width), dict.fromkeys(needed, given)
+    for how in hows:
         try:
             return _Bench(block, Trial(width, x.name, how=how)).trial()
         except LeftAlone as why:
             reasons.insert(0, str(why))
+            conditioned = False
         except Exception as error:  # anybody's code
             reasons.append(_in_words(error, needed))
+        if how is hows[-1] and conditioned:
+            conditioned, nothing = False, {p.name: None for p in others if p.default is None or p.name in needed}
+            hows += _conditioned(block, Trial(width, x.name, how=(inside, shapes[0], nothing)))
     return reasons[0]
+
+
+def _conditioned(block: nn.Module, trial: Trial) -> list[tuple]:
+    """How the block runs with arguments beside its stream, learnt one by one from how far it comes; empty if it does not."""
+    inside, shape, given = trial.how
+    batch, width = shape[0], shape[-1]
+    # Five tokens go with no other number, so text is not taken for a condition, nor a condition for text.
+    sizes = [(batch, 5, width), (batch, width), shape, (batch, 12, width)]
+    sizes += [size for n in (6, 3) for size in ((batch, n, width), (batch, n * width), (batch, 1, n * width))]
+    kinds = (None, *map(torch.Size, sizes), 4)
+    furthest = tuple[int, ...]()
+    while True:
+        before = furthest
+        for name, kind in (*product(given, kinds), ("", 4)):  # at last a number for all that is left, as height and width
+            more = {name: kind} if name else dict.fromkeys([name for name, kind in given.items() if kind is None], kind)
+            how = inside, shape, given | more
+            bench = _Bench(block, replace(trial, how=how))
+            try:
+                bench.learn_calls()
+                return [how]
+            except Exception as error:  # anybody's code
+                come = len(bench.calls), *_lines(error)
+            if come > furthest:
+                furthest, given = come, how[-1]
+        if furthest == before:
+            return []
+
+
+def _lines(error: Exception) -> Iterator[int]:
+    """The numbers of the lines in which the functions were that it came through."""
+    frame = error.__traceback__
+    while frame is not None:
+        yield frame.tb_lineno
+        frame = frame.tb_next
 
 
 def _in_words(error: Exception, needed: list[str]) -> str:
@@ -146,8 +197,10 @@ def _runs(module: nn.Module) -> bool:
     return all(not is_lazy(p) and p.dim() < 2 for p in module.parameters()) and next(module.buffers(), None) is None
 
 
-def _may_take(module: nn.Module) -> bool:
-    return next(module.children(), None) is None and _runs(module)
+def _ways(module: nn.Module) -> list[tuple[bool, bool]]:
+    """How a part may be a source: whether it takes a Lazy, and whether it is then computed when it has got its gate."""
+    may_take = next(module.children(), None) is None and _runs(module)
+    return [(True, False)] * may_take + [(True, True)] * isinstance(module, AdoptedNorm) + [(False, False)]
 
 
 @dataclass
@@ -166,16 +219,21 @@ class _Bench:
 
     def __init__(self, block: nn.Module, trial: Trial) -> None:
         self.block, self.empty = block, Trial(trial.width, trial.argument, how=trial.how)
-        self.inside, shape, self.given = trial.how
-        self.returns, self.numbers = Returns(), dict[str, int]()
+        self.inside, shape, given = trial.how
+        self.returns, self.numbers, self.calls = Returns(), dict[str, int](), list[str]()
         self.generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(shape, generator=self.generator)
+        self.given = {
+            name: torch.randn(what, generator=self.generator) if isinstance(what, torch.Size) else what
+            for name, what in given.items()
+        }
 
     def trial(self, like: Trial | None = None) -> Trial:
-        calls = self._learnt_calls()
+        self.learn_calls()
+        calls = self.calls
         if like is not None:
-            plan, _ = self._observed([Role(path, takes) for path, takes in like.tried])
-            if plan.gain != like.gain or plan.norms != like.norms:
+            plan, _ = self._observed([Role(*of) for of in like.tried])
+            if (plan.gain, plan.norms, plan.modulated) != (like.gain, like.norms, like.modulated):
                 raise LeftAlone("it is not like the other")
             self._compare(like)
             return like
@@ -184,15 +242,15 @@ class _Bench:
         for path in (*calls, *(path for path in calls if "." not in path)):
             if any(role.path == path for role in roles):
                 continue
-            for takes in (True, False) if _may_take(self.block.get_submodule(path)) else (False,):
-                more, passes = self._observed([*roles, Role(path, takes)])
+            for how in _ways(self.block.get_submodule(path)):
+                more, passes = self._observed([*roles, Role(path, *how)])
                 if more.gain > plan.gain:
-                    plan, roles = more, [*roles, Role(path, takes, passes=tuple(sorted(passes - passed - {path})))]
+                    plan, roles = more, [*roles, Role(path, *how, passes=tuple(sorted(passes - passed - {path})))]
                     passed |= passes
                     break
         passes_of = {role.path: role.passes for role in roles}
         plan.roles = [replace(role, passes=passes_of[role.path]) for role in plan.roles]
-        plan.tried = tuple((role.path, role.takes) for role in roles)
+        plan.tried = tuple((role.path, role.takes, role.scales) for role in roles)
         if plan.gain:
             try:
                 self._compare(plan)
@@ -206,13 +264,13 @@ class _Bench:
                     self._compare(plan)
         return plan
 
-    def _learnt_calls(self) -> list[str]:
-        """Paths of the parts that are called."""
+    def learn_calls(self) -> None:
+        """Puts the paths of the parts that are called into `calls`. If it raises, those that were."""
         for _ in range(_TRIES):
-            clone, calls = self._clone(), list[str]()
+            clone, calls = self._clone(), dict[str, None]()
             for path, part in clone.named_modules():
                 if path:
-                    part.register_forward_hook(lambda *call, calls=calls, path=path: calls.append(path))
+                    part.register_forward_hook(lambda *call, calls=calls, path=path: calls.setdefault(path))
             try:
                 for training in (False, True):
                     self._run(clone, self.x, training)
@@ -220,8 +278,9 @@ class _Bench:
             except Exception as error:
                 if not self.returns.learn(error):
                     raise
+            finally:
+                self.calls = [*calls]
         self.returns.are_known = True
-        return [*dict.fromkeys(calls)]
 
     def _observed(self, roles: list[Role]) -> tuple[Trial, set[str]]:
         """What could be fused with these sources, and the paths of the modules that their outputs go through."""
@@ -239,7 +298,9 @@ class _Bench:
                     passes.add(paths[part])
 
             def watch(what: Any, t: Any, y: Any = None, paths: Any = paths, x: Tensor = x) -> None:
-                if isinstance(what, Lazy):
+                if isinstance(what, Lazy) and what.residual is None:
+                    plan.modulated = tuple(dict.fromkeys((*plan.modulated, what.roles[0].path)))
+                elif isinstance(what, Lazy):
                     sums.append(_Sum(what.roles[0], what.then(), t, t._version))
                 elif isinstance(t, Tensor):
                     if has_rows_of(t, x) and not plan.enters:
@@ -273,7 +334,8 @@ class _Bench:
                 found[before[0].role.path] = replace(before[0].role, waits=True)
                 one.of, one.with_waiting = one.of.then(x1=before[0].of.x), (before[0].role.path,)
                 before[0].norm = "of another sum"
-        useful = set[str]()
+        useful = {*plan.modulated}
+        plan.gain += 8 * len(plan.modulated)  # more than a sum and its norm, without scale and shift, in the two modes
         for one in sums:
             features = _features(one.of)
             if one.norm == "of another sum" or not (features or one.norm):
@@ -315,10 +377,11 @@ class _Bench:
 
     def _results(self, clone: nn.Module, training: bool, through: Any = None) -> dict[str, Tensor]:
         """Outputs, what the block keeps as attributes, and all their gradients."""
-        leaf = self.x.clone().requires_grad_()
-        leaves = {"its input": leaf} | {name: p.requires_grad_() for name, p in clone.named_parameters()}
-        x = leaf * 1
-        found = floats_in(self._run(clone, x, training, through), "its output")
+        given = {name: t for name, t in self.given.items() if isinstance(t, Tensor)}
+        inputs = {name: t.clone().requires_grad_() for name, t in {"its input": self.x, **given}.items()}
+        leaves = inputs | {name: p.requires_grad_() for name, p in clone.named_parameters()}
+        x, *others = [t * 1 for t in inputs.values()]
+        found = floats_in(self._run(clone, x, training, through, dict(zip(given, others, strict=True))), "its output")
         if x._version:
             raise LeftAlone("it changes the stream that it gets in place")
         for path, module in clone.named_modules():
@@ -334,16 +397,18 @@ class _Bench:
         torch.autograd.backward(backward, [upstream(y) for y in backward])  # which reentrant checkpointing asks for
         return found | {f"the gradient of {name}": t.grad for name, t in leaves.items() if t.grad is not None}
 
-    def _run(self, clone: nn.Module, x: Tensor, training: bool, through: Any = None) -> Any:
+    def _run(self, clone: nn.Module, x: Tensor, training: bool, through: Any = None, given: Any = None) -> Any:
+        """given: tensors in place of those of the bench."""
+        given = given or {}
         for module in clone.modules():
             module.training = training
         torch.default_generator.manual_seed(0)
 
-        def forward(x: Tensor) -> Any:
+        def forward(x: Tensor, *others: Tensor) -> Any:
             with SameDropout():
-                return type(clone).forward(clone, x, **self.given)
+                return type(clone).forward(clone, x, **self.given | dict(zip(given, others, strict=True)))
 
-        return through(forward, x) if through else forward(x)
+        return through(forward, x, *given.values()) if through else forward(x, *given.values())
 
     def _clone(self) -> Any:
         """The block with random weights and with stand-ins."""

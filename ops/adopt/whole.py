@@ -49,6 +49,7 @@ class Adoption:
             for path, features in trial.norms.items():
                 sums = "the stream past it" if path == trial.enters else "the add before it"
                 along[f"{block}.{path}".strip(".")] = f"with {', '.join((sums, *features))}"
+            along |= {f"{block}.{path}".strip("."): "with scale and shift" for path in trial.modulated}
         lines = [
             (site.name, f"{site.was}, {along.get(site.name, 'fused' if site.fused else f'left alone: {site.why}')}")
             for site in self.norms
@@ -193,7 +194,7 @@ def _fuse_blocks(found: Adoption, only: Only) -> None:
             continue
         if block in tried or (only and not only(name, block)):
             continue
-        trial = found_of[type(block)] = try_block(block, like if isinstance(like := found_of.get(type(block)), Trial) else None)
+        trial = found_of[type(block)] = try_block(block, found_of.get(type(block)))
         tried.update([block] if isinstance(trial, str) else parts)
         if not isinstance(trial, str):
             fuse(block, trial)

@@ -88,8 +88,8 @@ class FinishPointers(NamedTuple):
 def modulated_forward_kernel(
     p, M, tokens, tiles, distance, eps, scale_steps, shift_steps, gate_steps, VARIANT: tl.constexpr
 ):  # fmt: skip
-    """A program for each of the tiles of a sample. distance: how many tiles later the prefetched rows are read; the steps are
-    from a sample to the next."""
+    """A program for each of the tiles of a sample. Without y it computes r alone. distance: how many tiles later the
+    prefetched rows are read; the steps are from a sample to the next."""
     if VARIANT.EARLY_START:
         gdc_wait()  # for the kernel before; nothing may be read or written above
     sample = tl.program_id(0) // tiles
@@ -115,15 +115,16 @@ def modulated_forward_kernel(
         if p.r is not None:
             tl.store(p.r + offsets(i, at, VARIANT), b, mask=block_mask(i, at, VARIANT))
         b_r += (widen(b),)
-    b_zeros = tl.zeros([VARIANT.ROWS], tl.float32)
-    n = Numbers(M, eps, 0, 1.0, distance)
-    b_rstd, b_mean = row_statistics(b_r, p, 0, n, at, b_zeros, b_zeros, VARIANT.NORM, False, VARIANT)
-    for i in tl.static_range(blocks(VARIANT)):
-        if not VARIANT.EARLY_WEIGHTS:
-            maps += (block_maps(p, p_scale, p_shift, i, at, VARIANT),)
-        b = affine(normalised(b_r[i], b_mean, b_rstd, VARIANT.NORM), maps[i][0], maps[i][1])
-        tl.store(p.y + offsets(i, at, VARIANT), affine(b, maps[i][2], maps[i][3]), mask=block_mask(i, at, VARIANT))
-    store_stats(p.stats, b_rstd, b_mean, at, VARIANT.NORM)
+    if p.y is not None:
+        b_zeros = tl.zeros([VARIANT.ROWS], tl.float32)
+        n = Numbers(M, eps, 0, 1.0, distance)
+        b_rstd, b_mean = row_statistics(b_r, p, 0, n, at, b_zeros, b_zeros, VARIANT.NORM, False, VARIANT)
+        for i in tl.static_range(blocks(VARIANT)):
+            if not VARIANT.EARLY_WEIGHTS:
+                maps += (block_maps(p, p_scale, p_shift, i, at, VARIANT),)
+            b = affine(normalised(b_r[i], b_mean, b_rstd, VARIANT.NORM), maps[i][0], maps[i][1])
+            tl.store(p.y + offsets(i, at, VARIANT), affine(b, maps[i][2], maps[i][3]), mask=block_mask(i, at, VARIANT))
+        store_stats(p.stats, b_rstd, b_mean, at, VARIANT.NORM)
 
 
 @triton.jit(do_not_specialize=["M", "tokens", "tiles", "each", "all_tiles", "scale_steps", "gate_steps"])

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ops import ModulatedNorm, kit, modulated_norm_fn
+from ops.modulated import gated_sum
 
 from .cases import BF16, FP16, FP32, covering
 
@@ -84,6 +85,22 @@ def test_values_and_gradients(device, case):
 def test_an_output_that_nobody_uses_has_no_part_in_gradients(device, uses, gated):
     names, stream = (VECTORS, FP32) if gated else (VECTORS[:2], None)
     check(draw(device, 3, 5, 48, stream=stream, names=names, affine=FP32), uses=uses)
+
+
+@pytest.mark.parametrize("stream", [FP32, BF16])
+@pytest.mark.parametrize("frozen", [(), ("gate",), ("x", "residual")])
+def test_a_gated_sum_alone(device, stream, frozen):
+    given = draw(device, 3, 5, 48, BF16, stream, names=("gate",))
+    leaves = [{name: t.detach().to(dtype or t.dtype).requires_grad_(name not in frozen) for name, t in given.items()}
+              for dtype in (None, torch.float64)]  # fmt: skip
+    r, exact = gated_sum(**leaves[0]), unfused(**leaves[1])[1]
+    dr = torch.randn(r.shape, generator=torch.Generator().manual_seed(7)).to(r)
+    wanted = [[t for t in of.values() if t.requires_grad] for of in leaves]
+    found = [r, *torch.autograd.grad(r, wanted[0], dr)]
+    expected = [exact, *torch.autograd.grad(exact, wanted[1], dr.double())]
+    assert r.dtype == stream and [t.dtype for t in found[1:]] == [t.dtype for t in wanted[0]]
+    for t, right in zip(found, expected, strict=True):
+        assert (t.double() - right).norm() <= ERROR[BF16] * right.norm()
 
 
 @pytest.mark.parametrize("frozen", [("x",), ("gate", "x"), ("residual",), ("scale", "shift"), ("gate",), ("scale", "weight")])

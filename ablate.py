@@ -38,7 +38,7 @@ from ablation.config import NANOGPT, REFUSED, Config, Switch
 from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes, turns
 from ablation.kept import Kept
 from ablation.masks import check_masks
-from ablation.records import Ablation, Cell
+from ablation.records import Ablation, Cell, Parity, SeedRun
 from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
 from configs import as_config_errors, keys, machine, rules
 from configs.schema import NormImpl, Placement
@@ -121,7 +121,8 @@ def prepare(variant: Variant) -> Work:
     if cfg.ablate.nanogpt:
         off = nanogpt.check_same_model(nanogpt.load(cfg.ablate.nanogpt), cfg, model.vocab_size)
         show(f"nanoGPT's model and ours compute the same: loss and gradients in fp64 agree to {off:.0e}")
-    held = ", ".join(f"{switch.key}={getattr(cfg, switch).impl}" for switch in Switch if switch is not cfg.ablate.switch)
+    others = [switch for switch in Switch if switch is not cfg.ablate.switch and not keys.unmet(switch.key, cfg)]
+    held = ", ".join(f"{switch.key}={getattr(cfg, switch).impl}" for switch in others)
     # A smaller vocabulary and a smaller batch give the norms a larger share of the time.
     size = [
         f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of {model.vocab_size:,};",
@@ -166,7 +167,8 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
         )
     began = time.monotonic()
     todo = [(work, part) for work in works for part in work.variant.parts]
-    ticks = [1 if part == PARITY else work.variant.cfg.ablate.cycles for work, part in todo]
+    plans = [(work.variant.cfg.ablate, part) for work, part in todo]
+    ticks = [plan.parity_seeds if part == PARITY else plan.cycles for plan, part in plans]
     with progress(sum(ticks), "ablate", "cycle") as bar:
         for done, (work, part) in enumerate(todo, start=1):
             bar.set_description(label(work.variant.overrides, part))
@@ -175,7 +177,7 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
                 words = label(work.variant.overrides, part)
                 found.notes.append(f"{words} is left out: the fastest step takes {step:.0f} ms. ablate.graph=true times it.")
             elif part == PARITY:
-                found.parity.extend(parity.parity(work.variant, work.precision, work.corpus))
+                found.parity.extend(parity_of(work, cycles, bar.update))
             else:
                 found.cells.append(time_cell(work, part, cycles, bar.update))
             bar.update(sum(ticks[:done]) - bar.n)
@@ -185,6 +187,14 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
             records.save(so_far, folder)
             report.write(so_far, folder)
     return found
+
+
+def parity_of(work: Work, cycles: Kept, done: Callable[[int], object]) -> list[Parity]:
+    def keep(run: SeedRun) -> None:
+        cycles.keep_seed(work.variant, run)
+        done(1)
+
+    return parity.parity(work.variant, work.precision, work.corpus, cycles.seeds_of(work.variant), keep)
 
 
 def long_step(variant: Variant, cells: Sequence[Cell]) -> float:

@@ -4,10 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hydra.core.config_store import ConfigStore
-
 import configs
-from configs import ConfigError, keys
+from configs import ConfigError, compose, keys
 from configs.schema import Choice, LossImpl, MlpImpl, NormImpl, key
 
 NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
@@ -22,7 +20,7 @@ REFUSED = {  # the keys that ablate.py refuses, and why
 class Switch(Choice):
     norm = "norm", "norm.impl, what runs at the norm sites"
     loss = "loss", "loss.impl, what computes the loss"
-    mlp = "mlp", "mlp.impl, what computes the activation of the MLPs"
+    mlp = "mlp", "mlp.impl, what computes the activation and product of gated MLPs"
 
     @property
     def key(self) -> str:
@@ -58,7 +56,7 @@ class Config(configs.Config):
     ablate: AblateConfig = field(default_factory=AblateConfig)
 
 
-ConfigStore.instance().store(name="ablate_schema", node=Config)
+compose.register(Config)
 
 
 def check(cfg: Config, names: Iterable[str]) -> None:
@@ -67,6 +65,10 @@ def check(cfg: Config, names: Iterable[str]) -> None:
     refused = REFUSED | {cfg.ablate.switch.key: "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
     if broken := [f"{name} {refused[name]}" for name in names if name in refused]:
         raise ConfigError("\n".join(broken))
+    switch = cfg.ablate.switch
+    if unmet := keys.unmet(switch.key, cfg):
+        only = keys.only(switch.key, cfg)
+        raise ConfigError(f"ablate.switch={switch}: {switch.key} is read only with {only}; here {', '.join(unmet)}.")
     arms, known = cfg.ablate.arms, [*cfg.ablate.switch.impls, NANOGPT]
     given = f"ablate.arms=[{','.join(arms)}]"
     if unknown := [arm for arm in arms if arm not in known]:

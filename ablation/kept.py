@@ -1,13 +1,17 @@
-"""The cycles of an ablation on disk, while it runs: each is written as it ends, and `resume` goes on behind the last of them.
+"""The cycles of an ablation and its seeds of parity on disk: each is written as it ends, and `resume` goes on behind the last.
 
 A process that goes on builds and warms up its arms again, and runs the last cycle that was kept once more without counting it.
 Pairs are of one cycle and so of one process; cells have cycles of several.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import configs
+from ablation.records import SeedRun
+from ablation.rounding import Distances
 from ablation.variants import Variant
 from configs import keys
 from measure.schedule import Cycle
@@ -18,7 +22,7 @@ FILE = "cycles.jsonl"
 
 
 class Kept(Store):
-    """A line is a cycle; behind the last one of an ablation that has finished its exit code stands."""
+    """A line is a cycle or a seed of parity; behind the last one of an ablation that has finished its exit code stands."""
 
     def keep(self, variant: Variant, mode: str, blocks_ms: Cycle) -> None:
         self.add({"overrides": variant.overrides, "mode": mode, "blocks_ms": blocks_ms})
@@ -27,6 +31,21 @@ class Kept(Store):
         """The blocks of each cycle of a cell with these arms; an arm that failed since has left none."""
         of_cell = (c["blocks_ms"] for c in self._cycles if (c["overrides"], c["mode"]) == (variant.overrides, mode))
         return [blocks_ms for blocks_ms in of_cell if blocks_ms.keys() == set(arms)]
+
+    def keep_seed(self, variant: Variant, run: SeedRun) -> None:
+        self.add({"overrides": variant.overrides, "parity": asdict(run)})
+
+    def seeds_of(self, variant: Variant) -> list[SeedRun]:
+        """The seeds of parity of a variant, in order. A loss that was no finite number is NaN."""
+        found = [line["parity"] for line in self.lines if "parity" in line and line["overrides"] == variant.overrides]
+        return [
+            SeedRun(
+                run["seed"],
+                {arm: [math.nan if loss is None else loss for loss in of] for arm, of in run["losses"].items()},
+                {arm: {name: Distances(**one) for name, one in of.items()} for arm, of in run["distances"].items()},
+            )
+            for run in found
+        ]
 
     def __str__(self) -> str:
         """3 of eager; nothing where there is no cycle"""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from configs import as_config_errors
 from measure.comparison import TWIN, differs, is_twin, reach
 from measure.files import json_text, relative, replace_text
 from measure.sources import ROOT, together
@@ -46,7 +47,8 @@ def ablate(arguments: Sequence[str], count: int, folder: Path) -> int:
         if code not in (0, 1) or len(reports) < number or reports[-1]["unfinished"]:
             return code
     command, found = shlex.join(["python", "ablate.py", *arguments]), speedups(reports)
-    ran = {"environment": reports[0]["environment"], "code": together([of["code"] for of in reports])}
+    with as_config_errors():
+        ran = {"environment": reports[0]["environment"], "code": together([of["code"] for of in reports])}
     replace_text(folder / REPORT, json_text({"command": command, **ran, "pairs": found}, indent=1) + "\n")
     words = report(found, reports)
     replace_text(folder / "report.md", f"{words}\n## Command\n\n```\n{command}\n```\n")

@@ -96,6 +96,15 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class SeedRun:
+    """What the arms of parity did at one seed."""
+
+    seed: int
+    losses: dict[str, list[float]]  # by arm: for each step; nats per token
+    distances: dict[str, dict[str, Distances]]  # by tested arm, by quantity
+
+
+@dataclass(frozen=True)
 class Parity:
     overrides: dict[str, str]
     arm: str  # that was tested

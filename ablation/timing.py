@@ -13,7 +13,7 @@ from measure.clock import StepClock
 from measure.comparison import TORCH
 from measure.schedule import LEAD_IN, Cycle, block_length, memory_orders, run_blocks
 from measure.timing import allocated_gb, describe, free_memory
-from training.step import STEPS_TO_GRAPH, makes_cuda_graphs
+from training.step import STEPS_TO_GRAPH
 
 
 def time_arms(
@@ -34,7 +34,7 @@ def time_arms(
     """
     cfg, device = arms[TORCH].cfg, arms[TORCH].precision.device
     captured = arms[TORCH].update.graph
-    plan, graphs, arms = cfg.ablate, captured or makes_cuda_graphs(cfg.train), dict(arms)
+    plan, arms = cfg.ablate, dict(arms)
     warm_up = max(plan.warmup_steps, STEPS_TO_GRAPH * captured)
     failed: dict[str, str] = {}
     warm: dict[str, list[float]] = {}
@@ -61,7 +61,7 @@ def time_arms(
     peaks: dict[str, float] = {}  # GiB
 
     def before_cycle(cycle: int) -> None:
-        if not graphs:  # which contain addresses
+        if not captured:  # which contain addresses
             move(ours, places, orders[cycle])
 
     def block(name: str, cycle: int) -> list[float]:
@@ -70,7 +70,7 @@ def time_arms(
         held = allocated_gb(device)
         begin = warm_up + cycle * (LEAD_IN + block_steps)
         times = run(arms[name], range(begin, begin + LEAD_IN + block_steps), clock)
-        if clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
+        if clock.peak_gb is not None and not captured:  # the allocator does not count what a graph holds
             # Memory that was held before, above all by other arms, is not this arm's.
             own = clock.peak_gb - held + starts[name].nbytes / 2**30
             peaks[name] = max(peaks.get(name, 0.0), own)

@@ -1,4 +1,5 @@
-"""A training step of transformers' Llama, Qwen3 and Gemma 3, eager: as it is, adopted, and with Liger's kernels.
+"""A training step of transformers' Llama, Qwen3 and Gemma 3: as it is, adopted, with Liger's kernels, and compiled with or
+without adoption.
 
     pip install 'transformers>=5.20' liger-kernel
     python -m adoption.benchmark            about 110M parameters each, random weights, 24 × 1024 tokens a step
@@ -7,8 +8,8 @@
 A step is forward under autocast to bf16 with weights in fp32, as with `bf16=True` of Trainer, backward and a fused AdamW
 update. All arms of a model are in one process, in short blocks that alternate. Arms with "plain loss" have transformers' loss,
 so that the gain of prenorm's or Liger's loss is seen by itself; with "own rotary", queries and keys are turned and normed as
-they were, with "own MLP" the MLP is. An arm whose first loss or gradient is not that of the plain
-model is an error, as is one whose library can't be imported.
+they were, with "own MLP" the MLP is. The compiled arms are whole models under torch.compile. An arm whose first loss or
+gradient is not that of the plain model is an error, as is one whose library can't be imported.
 """
 
 import argparse
@@ -31,9 +32,10 @@ from measure.tables import NOTHING, aligned, interval_text, number
 from ops import adopt
 
 ADOPTED, ADOPTED_PLAIN, LIGER, LIGER_PLAIN = "adopted", "adopted, plain loss", "Liger", "Liger, plain loss"
-OWN_ROTARY, OWN_MLP, BOTH = "adopted, own rotary", "adopted, own MLP", "adopted, with Liger's MLP"
-ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, OWN_ROTARY, OWN_MLP, LIGER, LIGER_PLAIN, BOTH)
-BASES = (TORCH, LIGER, LIGER_PLAIN)  # that others are compared with
+OWN_ROTARY, OWN_MLP = "adopted, own rotary", "adopted, own MLP"
+COMPILED, ADOPTED_COMPILED = "compiled", "adopted, compiled"
+ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, OWN_ROTARY, OWN_MLP, LIGER, LIGER_PLAIN, COMPILED, ADOPTED_COMPILED)
+BASES = (TORCH, LIGER, LIGER_PLAIN, COMPILED)  # that others are compared with
 PARTS = {
     "loss": {ADOPTED: ADOPTED_PLAIN, LIGER: LIGER_PLAIN},
     "rotary": {ADOPTED: OWN_ROTARY},
@@ -60,18 +62,13 @@ class Arm:
         if "Liger" in name:
             suffix = {"Gemma3": "gemma3_text"}.get(kind, kind.lower())
             apply = getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{suffix}")
-            ours = {"rms_norm": False, "rope": False} if name == BOTH else {}
-            apply(model=self.model, fused_linear_cross_entropy=name == LIGER, **ours)
+            apply(model=self.model, fused_linear_cross_entropy=name == LIGER)
         self.modeling, self.rotary = modeling, modeling.apply_rotary_pos_emb
         vars(modeling).update(before)
         if "adopted" in name:
-            adopt(
-                self.model,
-                rotary=name != OWN_ROTARY,
-                mlp=name not in (OWN_MLP, BOTH),
-                loss=name != ADOPTED_PLAIN,
-                verbose=False,
-            )
+            adopt(self.model, rotary=name != OWN_ROTARY, mlp=name != OWN_MLP, loss=name != ADOPTED_PLAIN, verbose=False)
+        if "compiled" in name:
+            self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def backward(self, tokens: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What norms, sites, rotary and losses share: GPU time with cold L2 of every library, as a share of the card's copy bandwidth.
+"""What the programs of kernels share: GPU time with cold L2 of every library, as a share of the card's copy bandwidth.
 
-A program says what there is to measure, as tasks. The loop, the check of results and the records are here.
+A program says what there is to measure, as tasks. Its command, the loop, the check of results and the records are here.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class Task:
     make: Callable[[str], Callable[..., Any] | None]  # a provider's function; None where it does not offer the case
     inputs: Callable[[int, torch.device], list[TensorSet]]  # so many sets
     reference: Callable[..., Any]  # of the outputs to be checked and the arguments, both in fp64 and of the first rows
-    checked: int  # rows
-    move_outputs: bool = True  # to another place in memory each round, which needs twice the memory
+    checked: int = 64  # rows
+    move_outputs: bool = False  # to another place in memory each round, which needs twice the memory
 
     def contenders(self, direction: str, functions: Functions, sets: int, device: torch.device) -> list[timing.Contender]:
         """One direction of each function, on as many sets of inputs."""
@@ -52,22 +52,46 @@ class Task:
         return [partial(torch.autograd.grad, function(*i.args), i.leaves, i.upstream, **options) for i in sets]
 
 
-def parser(
-    program: str, doc: str | None, cases: Iterable[str], known: Iterable[str], widths: Iterable[int] = ()
-) -> argparse.ArgumentParser:
-    """A parser with the options that these programs have.
+def parser(name: str, doc: str | None, cases: Iterable[str], known: Iterable[str]) -> argparse.ArgumentParser:
+    """A parser with the options that these programs have; known: the names of the providers."""
+    parser = command.parser(name, doc, known, ROUNDS)
+    parser.add_argument("--case", nargs="+", choices=tuple(cases), metavar="CASE", help=f"of {', '.join(cases)} (all)")
+    return parser
+
+
+def program(
+    name: str,
+    doc: str | None,
+    cases: Iterable[str],
+    known: Iterable[str],
+    tasks: Callable[[argparse.Namespace], Sequence[Task]],
+    add: Callable[[argparse.ArgumentParser], object] = lambda _: None,
+) -> tuple[Callable[..., argparse.Namespace], Callable[..., None]]:
+    """A program's functions `options_of` and `main`, both of the words of a command, or of None for the command line.
 
     Args:
         known: the names of the providers.
-        widths: of rows by default, for a program of norms.
+        tasks: what these options ask for. On a CPU, where programs are tried, it is small.
+        add: more options.
     """
-    parser = command.parser(program, doc, known, ROUNDS)
-    parser.add_argument("--case", nargs="+", choices=tuple(cases), metavar="CASE", help=f"of {', '.join(cases)} (all)")
-    if widths := tuple(widths):
-        parser.add_argument("--width", nargs="+", type=command.positive, default=widths, metavar="N", help=f"of rows {widths}")
-        streams = ("bf16", "fp32")
-        parser.add_argument("--residual", nargs="+", choices=streams, default=streams, help="dtype of the stream (both)")
-    return parser
+
+    def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+        own = parser(name, doc, cases, known)
+        add(own)
+        return command.parse(own, argv)
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        options = options_of(argv)
+        run(options, command.importable(options.provider, known), tasks(options))
+
+    return options_of, main
+
+
+def add_widths(parser: argparse.ArgumentParser, widths: Sequence[int]) -> None:
+    """Options of programs of norms; widths: by default."""
+    parser.add_argument("--width", nargs="+", type=command.positive, default=widths, metavar="N", help=f"of rows {widths}")
+    streams = ("bf16", "fp32")
+    parser.add_argument("--residual", nargs="+", choices=streams, default=streams, help="dtype of the stream (both)")
 
 
 def run(options: argparse.Namespace, names: Sequence[str], tasks: Sequence[Task], file: str | None = None) -> None:

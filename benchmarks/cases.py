@@ -1,7 +1,8 @@
 """The norm cases that are measured: their tensors, and the fewest bytes that each must move."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +38,24 @@ class TensorSet:
 
 
 Function = Callable[..., tuple[Tensor, ...]]  # of `args`
+
+
+def drawn(
+    draw: Callable[[Callable[..., Tensor]], tuple[Sequence[Tensor | None], Sequence[Tensor]]], sets: int, device: torch.device
+) -> list[TensorSet]:
+    """So many sets of random tensors. Those arguments that are no integers get gradients.
+
+    draw: given a function like torch.randn, of bf16 by default, the arguments, and a gradient for each output.
+    """
+    # not PyTorch's own generator: a capture that failed in the cell before leaves it unusable
+    generator = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, device=device, dtype=X_DTYPE, generator=generator)
+    found = []
+    for _ in range(sets):
+        args, upstream = draw(normal)
+        leaves = [t if t is None else t.detach().requires_grad_(t.is_floating_point()) for t in args]
+        found.append(TensorSet(tuple(leaves), tuple(upstream)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -101,35 +120,28 @@ def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[TensorSet
     """`sets` sets of random tensors.
 
     The arguments are x, residual [rows, width]; weight, bias [width] and learned scalars of the norm, then those of the branch.
-    Parameters are small and the same in all sets. Gradients come for y, unless it is r, and then for r.
+    Gradients come for y, unless it is r, and then for r.
     """
-    generator = torch.Generator(device).manual_seed(0)
     case, size = shape.case, (shape.rows, shape.width)
 
-    def normal(*size: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(size, device=device, dtype=dtype, generator=generator)
+    def draw(normal: Callable[..., Tensor]) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+        def parameters(norm: Norm) -> tuple[Tensor | None, ...]:
+            """Near 1 and 0, as in training; exact ones and zeros would hide a forgotten weight from the check of results."""
+            if norm == Norm.none:
+                return None, None, None
+            weight = 1 + 0.1 * normal(shape.width, dtype=torch.float32)
+            bias = None if norm == Norm.rmsnorm else 0.1 * normal(shape.width, dtype=torch.float32)
+            scalars = 0.5 + 0.1 * normal(norm.scalars, dtype=torch.float32) if norm.scalars else None
+            return tuple(None if t is None else t.to(DTYPES[shape.weights]) for t in (weight, bias, scalars))
 
-    def parameters(norm: Norm) -> tuple[Tensor | None, ...]:
-        """Near 1 and 0, as in training; exact ones and zeros would hide a forgotten weight from the check of results."""
-        if norm == Norm.none:
-            return None, None, None
-        weight = 1 + 0.1 * normal(shape.width, dtype=torch.float32)
-        bias = None if norm == Norm.rmsnorm else 0.1 * normal(shape.width, dtype=torch.float32)
-        scalars = 0.5 + 0.1 * normal(norm.scalars, dtype=torch.float32) if norm.scalars else None
-        return tuple(None if t is None else t.to(DTYPES[shape.weights]).requires_grad_() for t in (weight, bias, scalars))
-
-    of_norm, of_branch = parameters(case.norm), parameters(case.branch)
-    found = []
-    for _ in range(sets):
-        x, dy = normal(*size, dtype=X_DTYPE).requires_grad_(), normal(*size, dtype=X_DTYPE)
+        learned, x, dy = (*parameters(case.norm), *parameters(case.branch)), normal(*size), normal(*size)
         if shape.residual is None:
-            found.append(TensorSet((x, None, *of_norm, *of_branch), (dy,)))
-            continue
+            return (x, None, *learned), (dy,)
         # Smaller than x, so that the check sees what was dropped: beside a large residual, x is often rounded away.
         residual, dr = (normal(*size, dtype=DTYPES[shape.residual]) for _ in range(2))
-        args = (x, residual.div_(16).requires_grad_(), *of_norm, *of_branch)
-        found.append(TensorSet(args, (dr,) if shape.y_is_r else (dy, dr)))
-    return found
+        return (x, residual.div_(16), *learned), (dr,) if shape.y_is_r else (dy, dr)
+
+    return drawn(draw, sets, device)
 
 
 def minimum_bytes(shape: Shape, direction: str) -> int:

@@ -7,7 +7,7 @@ python -m benchmarks.gated                        ours, PyTorch as transformers 
 python -m benchmarks.gated --case norm_gate       heads of 128, as in Qwen3-Next
 """
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import bandwidth, command
-from benchmarks.bandwidth import Task
-from benchmarks.cases import BACKWARD, DTYPES, EPS, FORWARD, TensorSet
+from benchmarks.cases import BACKWARD, EPS, FORWARD, drawn
 from benchmarks.providers import compiled
 from ops import gated_rms_norm_fn
 
@@ -34,7 +33,6 @@ CASES = {
     "gate_norm": Case(False, 1, [(65536, 2048), (32768, 4096), (24576, 5120), (16384, 8192)]),  # Mamba-2
     "gate_norm_8": Case(False, 8, [(32768, 4096), (16384, 8192)]),  # with groups: Nemotron-H, Zamba 2
 }
-CHECKED = 64  # rows
 
 
 def in_torch(case: str) -> Callable[..., Tensor]:
@@ -58,56 +56,26 @@ def ours(case: str) -> Callable[..., Tensor]:
     return lambda x, z, weight: gated_rms_norm_fn(x, z, weight, EPS, norm_first, x.shape[-1] // groups)
 
 
-MAKERS: dict[str, Any] = {"ours": ours, "torch": in_torch, "compile": lambda case: compiled(in_torch(case))}
-PROVIDERS = tuple(MAKERS)
+PROVIDERS: dict[str, Any] = {"ours": ours, "torch": in_torch, "compile": lambda case: compiled(in_torch(case))}
 
 
-def make_inputs(M: int, N: int, dtype: str, sets: int, device: torch.device) -> list[TensorSet]:
-    """Arguments: x [M, N], z [M, N] in rows of 2N, and a weight."""
-    generator = torch.Generator(device).manual_seed(0)
-    normal = partial(torch.randn, device=device, generator=generator, dtype=DTYPES[dtype])
-    return [
-        TensorSet(
-            (normal(M, N).requires_grad_(), normal(M, 2 * N)[:, :N].requires_grad_(), normal(N).requires_grad_()),
-            (normal(M, N),),
-        )
-        for _ in range(sets)
-    ]
-
-
-def exact(case: str) -> Callable[..., tuple[Tensor, ...]]:
-    return lambda _, *arguments: (in_torch(case)(*arguments),)
-
-
-def task(case: str, M: int, N: int, dtype: str) -> Task:
-    size = M * N * DTYPES[dtype].itemsize
-    return Task(
-        {"case": case, "dtype": dtype, "M": M, "N": N},
-        bytes={FORWARD: 3 * size, BACKWARD: 5 * size},
-        make=lambda provider: MAKERS[provider](case),
-        inputs=partial(make_inputs, M, N, dtype),
-        reference=exact(case),
-        checked=CHECKED,
-        move_outputs=False,
+def task(case: str, M: int, N: int) -> bandwidth.Task:
+    return bandwidth.Task(
+        {"case": case, "dtype": "bf16", "M": M, "N": N},
+        bytes={FORWARD: 6 * M * N, BACKWARD: 10 * M * N},
+        make=lambda provider: PROVIDERS[provider](case),
+        inputs=partial(drawn, lambda normal: ([normal(M, N), normal(M, 2 * N)[:, :N], normal(N)], [normal(M, N)])),
+        reference=lambda _, *arguments: (in_torch(case)(*arguments),),
     )
 
 
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bandwidth.parser("gated", __doc__, CASES, PROVIDERS)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="(%(default)s)")
-    return command.parse(parser, argv)
+def tasks(options: Namespace) -> list[bandwidth.Task]:
+    on_gpu, cases = options.device.type == "cuda", options.case or CASES
+    shapes = {case: CASES[case].shapes if on_gpu else [(command.CPU_ROWS, 160)] for case in cases}
+    return [task(case, *shape) for case in cases for shape in shapes[case]]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(argv)
-    on_gpu = options.device.type == "cuda"
-    tasks = [
-        task(case, *shape, options.dtype)
-        for case in options.case or CASES
-        for shape in (CASES[case].shapes if on_gpu else [(command.CPU_ROWS, 160)])
-    ]
-    bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
-
+options_of, main = bandwidth.program("gated", __doc__, CASES, PROVIDERS, tasks)
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ python -m benchmarks.losses                                everything that can b
 python -m benchmarks.losses --case softmax --dtype fp16    49152 rows of 32 to 32768 columns in fp16, as OneFlow measured
 """
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import bandwidth, command
 from benchmarks.bandwidth import Functions, Task, near
-from benchmarks.cases import BACKWARD, BOTH, DTYPES, FORWARD, TensorSet
+from benchmarks.cases import BACKWARD, BOTH, DTYPES, FORWARD, drawn
 from benchmarks.providers import compiled
 from measure.timing import Call, Contender
 from ops import cross_entropy_fn, softmax_fn
@@ -28,7 +28,6 @@ SHAPES = {
     "cross_entropy": [(32768, 50304), (32768, 50257), (8192, 128256), (4096, 151936), (8192, 262144), (65536, 2048)],
     "softmax": [(49152, 2**power) for power in range(5, 16)],
 }
-CHECKED = 64  # rows
 Loss = Callable[..., Tensor]
 
 
@@ -57,7 +56,6 @@ MAKERS: dict[str, dict[str, Callable[[], Loss]]] = {
         "quack-kernels": lambda: partial(import_module("quack.cross_entropy").cross_entropy, inplace_backward=True),
     },
 }
-PROVIDERS = tuple(MAKERS["softmax"])
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ class LossTask(Task):
     def contenders(self, direction: str, functions: Functions, sets: int, device: torch.device) -> list[Contender]:
         ((source, targets),) = (inputs.args for inputs in self.inputs(1, device))
         assert source is not None and targets is not None
+        source = source.detach()
         logits = source.clone()
 
         def both(function: Loss, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,43 +85,37 @@ class LossTask(Task):
         return [Contender(name, partial(build, of), before=lambda: logits.copy_(source)) for name, of in functions.items()]
 
 
-def make_inputs(case: str, M: int, N: int, dtype: str, sets: int, device: torch.device) -> list[TensorSet]:
-    """Arguments: logits [M, N], and of cross-entropy targets [M]."""
-    # not PyTorch's own generator: a capture that failed in the cell before leaves it unusable
-    generator = torch.Generator(device).manual_seed(0)
-    normal = partial(torch.randn, M, N, device=device, dtype=DTYPES[dtype], generator=generator)
-    if case == "cross_entropy":
-        return [TensorSet((normal(), torch.randint(N, (M,), device=device, generator=generator)), ())]
-    return [TensorSet((normal().requires_grad_(),), (normal(),)) for _ in range(sets)]
-
-
 def task(case: str, M: int, N: int, dtype: str) -> Task:
     size, whole = M * N * DTYPES[dtype].itemsize, case == "cross_entropy"
+
+    def draw(normal: Callable[..., Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Logits [M, N], and of cross-entropy targets [M]."""
+        x = normal(M, N, dtype=DTYPES[dtype])
+        if whole:
+            return [x, torch.randint(N, (M,), device=x.device)], []
+        return [x], [normal(M, N, dtype=DTYPES[dtype])]
+
     return (LossTask if whole else Task)(
         {"case": case, "dtype": dtype, "M": M, "N": N},
         bytes={BOTH: 2 * size} if whole else {FORWARD: 2 * size, BACKWARD: 3 * size},
         make=lambda provider: MAKERS[case][provider](),
-        inputs=partial(make_inputs, case, M, N, dtype),
+        inputs=partial(drawn, draw),
         reference=F.cross_entropy if whole else lambda _, x: (torch.softmax(x, -1),),
-        checked=CHECKED,
-        move_outputs=False,
     )
 
 
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bandwidth.parser("losses", __doc__, MAKERS, PROVIDERS)
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="(%(default)s)")
-    return command.parse(parser, argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(argv)
+def tasks(options: Namespace) -> list[Task]:
     shapes = [(case, M, N) for case in options.case or MAKERS for M, N in SHAPES[case]]
     if options.device.type == "cpu":
         shapes = [(case, command.CPU_ROWS, min(N, 512)) for case, _, N in shapes]
-    tasks = [task(*shape, options.dtype) for shape in shapes]
-    bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
+    return [task(*shape, options.dtype) for shape in shapes]
 
+
+def add(parser: ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="(%(default)s)")
+
+
+options_of, main = bandwidth.program("losses", __doc__, MAKERS, MAKERS["softmax"], tasks, add)
 
 if __name__ == "__main__":
     main()

@@ -8,8 +8,8 @@ python -m benchmarks.modulated                       everything that can be impo
 python -m benchmarks.modulated --case adaln_zero     gated add, LayerNorm, scale and shift, with a stream in bf16
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import bandwidth, command
-from benchmarks.bandwidth import Task
-from benchmarks.cases import BACKWARD, DTYPES, FORWARD, TensorSet
+from benchmarks.cases import BACKWARD, DTYPES, FORWARD, drawn
 from benchmarks.providers import as_tuple, compiled
 from ops import modulated_norm_fn
 
@@ -40,7 +39,6 @@ CASES = {
     "adaln_zero_fp32": Case(False, True, "fp32"),
     "rms_adaln_zero": Case(True, True, "bf16"),
 }
-CHECKED = 2  # samples
 
 
 def in_torch(case: str, dtype: torch.dtype = torch.bfloat16) -> Callable[..., tuple[Tensor, ...]]:
@@ -65,25 +63,7 @@ def ours(case: str) -> Callable[..., tuple[Tensor, ...]]:
     return function
 
 
-MAKERS = {"ours": ours, "torch": in_torch, "compile": lambda case: compiled(in_torch(case))}
-PROVIDERS = tuple(MAKERS)
-
-
-def make_inputs(case: str, B: int, T: int, N: int, sets: int, device: torch.device) -> list[TensorSet]:
-    """Arguments: x [B, T, N], scale, shift [B, 1, N], and with a gate residual [B, T, N], gate [B, 1, N]. Scale, shift and gate
-    are columns of one projection."""
-    normal = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
-    gated, stream = CASES[case].gated, DTYPES[CASES[case].stream]
-    found = []
-    for _ in range(sets):
-        scale, shift, gate = normal(B, 1, 3 * N, dtype=torch.bfloat16).chunk(3, -1)
-        x, dy = (normal(B, T, N, dtype=torch.bfloat16) for _ in range(2))
-        args, upstream = [x, scale, shift], [dy]
-        if gated:
-            args += [normal(B, T, N, dtype=stream), gate]
-            upstream += [normal(B, T, N, dtype=stream)]
-        found.append(TensorSet(tuple(t.detach().requires_grad_() for t in args), tuple(upstream)))
-    return found
+PROVIDERS = {"ours": ours, "torch": in_torch, "compile": lambda case: compiled(in_torch(case))}
 
 
 def minimum_bytes(case: str, elements: int) -> dict[str, int]:
@@ -94,32 +74,36 @@ def minimum_bytes(case: str, elements: int) -> dict[str, int]:
     return {FORWARD: elements * (2 + s + 2 + s), BACKWARD: elements * (2 + s + s + 2 + s + 2)}
 
 
-def task(case: str, B: int, T: int, N: int) -> Task:
-    return Task(
+def task(case: str, B: int, T: int, N: int) -> bandwidth.Task:
+    gated, stream = CASES[case].gated, DTYPES[CASES[case].stream]
+
+    def draw(normal: Callable[..., Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """x [B, T, N], scale, shift [B, 1, N], and with a gate residual [B, T, N], gate [B, 1, N]. Scale, shift and gate are
+        columns of one projection."""
+        scale, shift, gate = normal(B, 1, 3 * N).chunk(3, -1)
+        args, upstream = [normal(B, T, N), scale, shift], [normal(B, T, N)]
+        if gated:
+            args += [normal(B, T, N, dtype=stream), gate]
+            upstream += [normal(B, T, N, dtype=stream)]
+        return args, upstream
+
+    return bandwidth.Task(
         {"case": case, "M": B * T, "tokens": T, "N": N},
         bytes=minimum_bytes(case, B * T * N),
-        make=lambda provider: MAKERS[provider](case),
-        inputs=partial(make_inputs, case, B, T, N),
+        make=lambda provider: PROVIDERS[provider](case),
+        inputs=partial(drawn, draw),
         reference=lambda _, *args: in_torch(case, torch.float64)(*args),
-        checked=CHECKED,
-        move_outputs=False,
+        checked=2,  # samples
     )
 
 
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    return command.parse(bandwidth.parser("modulated", __doc__, CASES, PROVIDERS), argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(argv)
+def tasks(options: Namespace) -> list[bandwidth.Task]:
     shapes = SHAPES if options.device.type == "cuda" else [(command.CPU_ROWS // 4, 160)]
-    tasks = [
-        task(case, command.rows_on(options.device, ELEMENTS // N) // T, T, N)
-        for case in options.case or CASES
-        for T, N in shapes
-    ]
-    bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
+    cases = [(case, T, N) for case in options.case or CASES for T, N in shapes]
+    return [task(case, command.rows_on(options.device, ELEMENTS // N) // T, T, N) for case, T, N in cases]
 
+
+options_of, main = bandwidth.program("modulated", __doc__, CASES, PROVIDERS, tasks)
 
 if __name__ == "__main__":
     main()

@@ -25,11 +25,11 @@ from model.sites import torch_site
 
 ROWS = 32768  # fewer above 2^28 elements
 FAST = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of --models
-CHECKED = 64  # rows
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bandwidth.parser("norms", __doc__, CASES, PROVIDERS, MODEL_WIDTHS)
+    parser = bandwidth.parser("norms", __doc__, CASES, PROVIDERS)
+    bandwidth.add_widths(parser, [*MODEL_WIDTHS])
     parser.add_argument(
         "--models", action="store_true", help="cases with a residual stream; all libraries, but not eager PyTorch"
     )
@@ -59,7 +59,7 @@ def task(shape: Shape) -> Task:
         make=lambda provider: PROVIDERS[provider](shape),
         inputs=partial(make_inputs, shape),
         reference=partial(reference, shape),
-        checked=CHECKED,
+        move_outputs=True,
     )
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ablation.parity import SeedRun, judge, run_seed
+from ablation.parity import judge, run_seed
+from ablation.records import SeedRun
 from ablation.variants import variants_of
 from benchmarks import command
 from benchmarks.command import Record

@@ -57,11 +57,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 HEADLINE = {  # what README shows: record and title of a cell, and its name in words
     ("gpt2", "compiled, model.dropout=0.1"): "GPT-2 124M, dropout 0.1, compiled",
     ("gpt2", "eager, model.dropout=0.1"): "GPT-2 124M, dropout 0.1, eager",
-    ("gpt2", "compiled, model.dropout=0.0"): "GPT-2 124M, no dropout, compiled",
+    ("llama", "compiled, model.qk_norm=False"): "Llama 114M, compiled",
     ("llama", "compiled, model.qk_norm=True"): "Llama 114M with QK-norm, compiled",
     ("shakespeare_char", "compiled graph"): "character model 10M, compiled, one CUDA graph",
     ("shakespeare_char", "compiled"): "character model 10M, compiled, no CUDA graph",
 }
+HEADLINED = list(dict.fromkeys(record for record, _ in HEADLINE))
 Cell = dict[str, Any]  # of a report.json
 Files = Mapping[str, dict[str, Any]]  # results, by the name of their record
 
@@ -79,13 +80,9 @@ def path_of(folder: Path, name: str) -> Path:
 # ---- ablations -------------------------------------------------------------------------------------------------------------
 
 
-def ablations_of(folder: Path, names: Sequence[str]) -> Files:
-    """The reports of these ablations, or of all in the folder, but for those of several processes."""
-    found = {
-        name: load(folder / name / "report.json")
-        for name in names or sorted(p.parent.name for p in folder.glob("*/report.json"))
-    }
-    return {name: file for name, file in found.items() if "cells" in file}
+def ablations_in(folder: Path) -> list[str]:
+    """The names of a GPU's ablations, but for those of several processes."""
+    return [path.parent.name for path in sorted(folder.glob("ablation/*/report.json")) if "cells" in load(path)]
 
 
 def cells_of(files: Files) -> list[tuple[str, Cell]]:
@@ -113,14 +110,14 @@ def title_of(cell: Cell) -> str:
     return label(cell["overrides"], cell["mode"])
 
 
-def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
+def ablation(files: Files, root: str) -> str:
     """A row for each cell. Links begin at `root`."""
     rows = []
-    for name, cell in cells:
+    for name, cell in cells_of(files):
         ms, other = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}, fastest(cell)
         limits = (cell["attribution"] or {"limits": {}})["limits"]
         rows.append([
-            f"[{name}]({root}/{name}/report.md), {title_of(cell)}",
+            f"[{name}]({root}/ablation/{name}/report.md), {title_of(cell)}",
             ms[TORCH],
             f"{other}, {ms[other]}",
             ms[cell["subject"]],
@@ -133,10 +130,10 @@ def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
     return compact_markdown([*header, "A/A (95 %)", "Amdahl limit"], rows)
 
 
-def headline(cells: Sequence[tuple[str, Cell]]) -> str:
-    """The rows of HEADLINE that are recorded: milliseconds, what the subject gains, and the memory that it saves."""
+def headline(files: Files, _: str) -> str:
+    """A row for each cell of HEADLINE: milliseconds, what the subject gains, and the memory that it saves."""
     rows = []
-    for words, cell in named(cells):
+    for words, cell in named(files).items():
         ms, other = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}, fastest(cell)
         gain = interval_text(speedup(cell, other))
         if cell["verdict"].startswith("no difference found"):
@@ -150,18 +147,23 @@ def headline(cells: Sequence[tuple[str, Cell]]) -> str:
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
             NOTHING if peak is None else f"{round(peak - least, 2) + 0.0:.2f} of {peak:.2f}".replace("-", "−"),
         ])  # fmt: skip
-    header = ["a training step", "fastest without prenorm, ms", "with prenorm, ms", "times as fast (95 %)"]
-    return compact_markdown([*header, "over PyTorch as it is", "GiB saved"], rows)
+    header = ["a training step", "fastest with PyTorch's norms, ms", "with fused norms, ms", "times as fast (95 %)"]
+    return compact_markdown([*header, "over norms that are not compiled", "GiB saved"], rows)
 
 
-def headlined(folder: Path) -> list[str]:
-    """The ablations of HEADLINE that a GPU's folder has."""
-    return sorted({name for name, _ in HEADLINE if (folder / "ablation" / name / "report.json").exists()})
+def named(files: Files) -> dict[str, Cell]:
+    """The cells of HEADLINE, by their names in words. Raises ValueError: one of these records lacks one."""
+    found = {(name, title_of(cell)): cell for name, cell in cells_of(files)}
+    of = {words: key for key, words in HEADLINE.items() if key[0] in files}
+    for words, key in of.items():
+        if key not in found:
+            raise ValueError(f"{words!r}: the ablation {key[0]} has no cell {key[1]!r}. Record it, or correct HEADLINE.")
+    return {words: found[key] for words, key in of.items()}
 
 
-def named(cells: Sequence[tuple[str, Cell]]) -> list[tuple[str, Cell]]:
-    by_name = {(name, title_of(cell)): cell for name, cell in cells}
-    return [(words, by_name[of]) for of, words in HEADLINE.items() if of in by_name]
+def study(files: Files, _: str) -> str:
+    (file,) = files.values()
+    return compact_markdown(*file["table"])
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------------
@@ -204,8 +206,7 @@ def rewritten(text: str, page: Path, folder: Path) -> str:
     """The text of a page with new contents of every marked block, and every figure.
 
     Raises:
-        ValueError: a marker names a table or a figure that is not there, or is not of the form.
-        FileNotFoundError: it names an ablation that is not there.
+        ValueError: a marker names a table or a figure that is not there, or is not of the form; or a record lacks a row.
     """
     root = Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
 
@@ -226,24 +227,19 @@ def rewritten(text: str, page: Path, folder: Path) -> str:
 
 def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
     """A table, and where it is from."""
-    if name in ("ablation", "headline"):
-        files = ablations_of(folder / "ablation", words or (headlined(folder) if name == "headline" else ()))
-        table = ablation(cells_of(files), f"{root}/ablation") if name == "ablation" else headline(cells_of(files))
-        return "\n\n".join([table, *origin(files)])
-    if name not in (*TABLES, "study", "origin"):
+    several = {"ablation": ablation, "headline": headline, "study": study, "origin": lambda *_: ""}
+    if name not in TABLES | several:
         raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline, study and origin")
-    records = words if name in ("study", "origin") else [name]
+    without_words = {"ablation": ablations_in(folder), "headline": HEADLINED}.get(name, [])
+    records = [name] if name in TABLES else words or without_words
     files = {record: load(path) for record in records if (path := path_of(folder, record)).exists()}
     if missing := [record for record in records if record not in files]:
         return f"Not recorded on {folder.name} yet: `python -m benchmarks.records {' '.join(missing)}`."
-    if name == "origin":
-        return "\n\n".join(origin(files))
-    (file,) = files.values()
-    if name == "study":
-        table = compact_markdown(*file["table"])
+    if name in several:
+        table = several[name](files, root)
     else:
-        table = report.by_width(file, words) if words else TABLES[name](file)
-    return "\n\n".join([table, *origin(files)])
+        table = report.by_width(files[name], words) if words else TABLES[name](files[name])
+    return "\n\n".join(filter(None, [table, *origin(files)]))
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------------
@@ -314,10 +310,11 @@ ENDS = ("median", "low", "high")
 
 def draw(folder: Path) -> None:
     """The pictures of all records of a GPU, beside them."""
-    if there := headlined(folder):
-        files = ablations_of(folder / "ablation", there)
+    paths = [path_of(folder, name) for name in HEADLINED]
+    if all(path.exists() for path in paths):
+        files = dict(zip(HEADLINED, map(load, paths), strict=True))
         bars = []
-        for words, cell in named(cells_of(files)):
+        for words, cell in named(files).items():
             steps = steps_of(cell)
             bases = sorted(steps.keys() - {cell["subject"]}, key=lambda name: steps[name].median)
             controls = [Interval(**of[base + TWIN]["speedup"]) for base, of in cell["pairs"].items() if base + TWIN in of]

@@ -1,31 +1,37 @@
-"""Records all that README and docs show, on the GPU that is here. `make records` runs it.
+"""Records all that README and docs show, on the GPUs that are here. `make records` runs it.
 
 python -m benchmarks.records                 what this card lacks, or has of other code; goes on where it stopped
 python -m benchmarks.records --list          the commands, with the minutes that are planned for each, and which are done
+python -m benchmarks.records --minutes 9     starts none that would end later, as planned
 python -m benchmarks.records gpt2 norms_models      some of them, anew
 
 A record is one file (of an ablation or a study one folder) of one revision by one command. One by this command that is not old
-(measure/sources.py) is left alone. `gpt2_loss` needs a checkout of nanoGPT beside this one, `scaling` two GPUs; without them it
-is left out. Not among them: studies that take longer, and the runs that were trained to the end. Afterwards
-`python -m benchmarks.readme` writes tables, figures and pictures.
+(measure/sources.py) is left alone. Each GPU makes one record at a time, the longest first; what a program prints is in
+.cache/benchmarks/<record>.log. `gpt2_loss` needs a checkout of nanoGPT beside this one, `scaling` two GPUs. Not among them:
+studies that take longer, and the runs that were trained to the end. Afterwards `python -m benchmarks.readme` writes tables,
+figures and pictures.
 """
 
 import argparse
 import json
+import math
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import command, readme
 from measure.files import discard, replace_text
-from measure.sources import ROOT, changes, other_versions
+from measure.sources import ROOT, changes, other_kernels, other_versions
 from measure.tables import aligned
 from training.storage import MARK
 
@@ -92,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     by_name = {record.name: record for record in RECORDS}
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(by_name)} (all that are not done)")
     parser.add_argument("--list", action="store_true", help="measure nothing")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no record that would end later (no limit)")
     options = parser.parse_args(argv)
     if unknown := [name for name in options.names if name not in by_name]:
         parser.error(f"{', '.join(unknown)}: no such record; there are {', '.join(by_name)}")
@@ -109,50 +116,87 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("there is no GPU here; --list shows what would run")
     if git is None or git["dirty"]:
         parser.error("a record is of one revision: commit the code, or set GIT_REVISION where git knows none")
-    failed = []
-    for record in [by_name[name] for name in options.names] or left:
-        if torch.cuda.device_count() < record.gpus:
-            print(f"{record.name} is left out: it needs {record.gpus} GPUs", flush=True)
-            continue
-        print(f"{record.name}: python {record.words}", flush=True)
-        began, code = time.monotonic(), run(record, folder)
-        print(f"{record.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit code {code}", flush=True)
-        failed += [record.name] if code else []
+    failed = run_all([by_name[name] for name in dict.fromkeys(options.names)] or left, folder, options.minutes)
     readme.main([])
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
+def run_all(records: Iterable[Record], folder: Path, minutes: float) -> list[str]:
+    """Starts the longest record that the free GPUs and the minutes left allow, until there is none; the names of the failed."""
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    free = named.split(",")[:count] if named else [*map(str, range(count))]
+    waiting = sorted(records, key=lambda record: record.minutes, reverse=True)
+    running: dict[Future[int], tuple[Record, list[str], float]] = {}
+    failed, end = [], time.monotonic() + 60 * minutes
+    with ThreadPoolExecutor(count) as pool:
+        while True:
+            now = time.monotonic()
+            fit = (record for record in waiting if record.gpus <= len(free) and now + 60 * record.minutes <= end)
+            if record := next(fit, None):
+                waiting.remove(record)
+                gpus, free = free[: record.gpus], free[record.gpus :]
+                running[pool.submit(run, record, folder, gpus)] = record, gpus, now
+                print(f"{record.name}, GPU {' and '.join(gpus)}: python {record.words}", flush=True)
+                continue
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                record, gpus, began = running.pop(future)
+                free += gpus
+                code = future.result()
+                print(f"{record.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit code {code}", flush=True)
+                if code:
+                    failed.append(record.name)
+                    print(*log_of(record).read_text("utf-8", "replace").splitlines()[-20:], sep="\n", flush=True)
+    for record in waiting:
+        print(f"{record.name} is left out: it needs {record.gpus} GPU{'s' * (record.gpus > 1)} for {record.minutes:g} minutes")
+    return failed
+
+
 def is_done(record: Record, folder: Path, versions: Mapping[str, str]) -> bool:
     """Whether the record is there, by this command, whole, and of the code and the versions that are here."""
-    path = record.path(folder)
-    if not path.exists():
-        return False
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read(record.path(folder))
     by_command = found.get("command") == f"python {record.words}" and not found.get("unfinished")
     return by_command and not changes(found) and not other_versions(found, versions, "installed")
 
 
-def run(record: Record, folder: Path) -> int:
+def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
     """Measures, and puts the record in the place of the earlier one once it is whole; the exit code of the program."""
     words = [sys.executable, *shlex.split(record.words)]
-    if not record.folder:
-        return subprocess.run(words, cwd=ROOT).returncode
-    place = record.path(folder).parent
+    path = record.path(folder)
+    place, earlier = path.parent, read(path)
     part = place.with_name(f"{record.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    words += [f"folder={part}", "logging.wandb=disabled"]
-    code = subprocess.run(words, cwd=ROOT).returncode
-    if code in (0, PARITY_FAILS):
+    if record.folder:
+        shutil.rmtree(part, ignore_errors=True)
+        words += [f"folder={part}", "logging.wandb=disabled"]
+    log_of(record).parent.mkdir(parents=True, exist_ok=True)
+    with log_of(record).open("wb") as log:
+        seen = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        code = subprocess.run(words, cwd=ROOT, env=seen, stdout=log, stderr=subprocess.STDOUT).returncode
+    files = part / "report.json", part / "report.md"
+    if record.folder and code in (0, PARITY_FAILS) and all(file.exists() for file in files):
         for path in (*map(part.joinpath, LEFT_OUT), *part.glob("process_*")):
             discard(path)
-        for file in (part / "report.json", part / "report.md"):  # without the folder where it was measured
+        for file in files:  # without the folder where it was measured
             text = file.read_text(encoding="utf-8")
             text = text.replace(shlex.join(words[1:]), record.words).replace(str(part), f"runs/{record.name}")
             replace_text(file, text)
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
+    if differ := other_kernels(read(path), earlier):
+        print(f"{record.name}: compiled otherwise than in the earlier record: {', '.join(differ)}", flush=True)
     return code
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A record, or nothing of one that is not there."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def log_of(record: Record) -> Path:
+    """What the program of a record printed, in the last run of it."""
+    return ROOT / command.SCRATCH / f"{record.name}.log"
 
 
 if __name__ == "__main__":

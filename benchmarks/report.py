@@ -15,7 +15,7 @@ from measure.tables import NOTHING, aligned, compact_markdown, interval_text, ma
 
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
     "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy",
-    "gelu": "GELU", "bias_gelu": "bias + GELU", "swiglu": "SwiGLU", "bias_geglu": "bias + GEGLU",
+    "swiglu": "SwiGLU", "geglu": "GEGLU",
     "norm_gate": "norm, then gate", "gate_norm": "gate, then norm", "gate_norm_8": "gate, then norm in 8 groups",
     "adaln": "adaLN", "adaln_zero": "adaLN-zero", "adaln_zero_fp32": "adaLN-zero, fp32 stream",
     "rms_adaln_zero": "RMS adaLN-zero",
@@ -110,16 +110,22 @@ def _cell(records: Sequence[Record]) -> str:
     return f"{mark}{ours}{mark} / {percent(peer)} {peer['provider'].partition('-')[0]}"
 
 
+ADOPTIONS = {"": (TORCH, "adopted", "Liger"), ", compiled": ("compiled", "adopted, compiled", "")}  # without Liger
+
+
 def adoption(file: File) -> str:
-    """A row for each model: milliseconds of a step plain, adopted and with Liger's kernels, and what adoption gains."""
+    """A row for each model, eager and compiled: a step plain, adopted and with Liger's kernels, and what adoption gains."""
     rows = []
     for kind in dict.fromkeys(record["model"] for record in file["records"]):
         of = {r["arm"]: r for r in file["records"] if r["model"] == kind and not r.get("error")}
-        arms = [of.get(name, {}) for name in (TORCH, "adopted", "Liger")]
-        adopted = arms[1]
-        gains = [interval_text(Interval(*over) if (over := adopted.get(f"over {base}")) else None) for base in (TORCH, "Liger")]
-        cells = [f"{arm[what]:.1f}" if arm.get(what) else NOTHING for what in ("ms", "peak_gb") for arm in arms]
-        rows.append([f"{kind}, {file['records'][0]['parameters'] / 1e6:.0f}M", *cells[:3], *gains, *cells[3:]])
+        for what, (plain, ours, theirs) in ADOPTIONS.items():
+            if plain not in of:
+                continue
+            arms = [of.get(name, {}) for name in (plain, ours, theirs)]
+            gains = [arms[1].get(f"over {base}") for base in (plain, theirs)]
+            words = [interval_text(Interval(*gain) if gain else None) for gain in gains]
+            cells = [f"{arm[name]:.1f}" if arm.get(name) else NOTHING for name in ("ms", "peak_gb") for arm in arms]
+            rows.append([f"{kind}, {of[plain]['parameters'] / 1e6:.0f}M{what}", *cells[:3], *words, *cells[3:]])
     header = ["a step, ms", "plain", "adopted", "with Liger", "adopted over plain (95 %)", "adopted over Liger"]
     return compact_markdown([*header, "GiB plain", "adopted", "Liger"], rows)
 

@@ -7,8 +7,8 @@ From a packed projection of queries, keys and values to turned queries and keys,
 three gradients to the packed one. `compile` is torch.compile of PyTorch's operations.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import NamedTuple
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bandwidth, command
-from benchmarks.bandwidth import Task
-from benchmarks.cases import BACKWARD, FORWARD, Function, TensorSet
+from benchmarks.cases import BACKWARD, FORWARD, Function, drawn
 from benchmarks.providers import compiled, how_of
 from model.attention import query_key_site, rotary_table
 from model.sites import Affine
@@ -37,20 +36,6 @@ class Shape(NamedTuple):
 SHAPES = [Shape(12, 12, 64), Shape(16, 16, 128), Shape(32, 8, 128), Shape(8, 4, 256), Shape(12, 12, 80), Shape(12, 12, 96)]
 
 
-def make_inputs(norm: bool, shape: Shape, tokens: int, sets: int, device: torch.device) -> list[TensorSet]:
-    """Arguments: qkv [B, T, (heads + 2·kv_heads)·D] bf16; the weights of queries and of keys [D] fp32."""
-    normal = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
-    heads, kv_heads, D = shape
-    T = min(tokens, CONTEXT)
-    weights = [(1 + 0.1 * normal(D)).requires_grad_() if norm else None for _ in range(2)]
-    found = []
-    for _ in range(sets):
-        qkv = normal(tokens // T, T, (heads + 2 * kv_heads) * D, dtype=torch.bfloat16).requires_grad_()
-        upstream = tuple(normal(tokens // T, T, n, D, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads))
-        found.append(TensorSet((qkv, *weights), upstream))
-    return found
-
-
 def minimum_bytes(norm: bool, shape: Shape, tokens: int) -> dict[str, int]:
     """Each large tensor once, in bf16: forward q and k are read and written; backward reads their gradients, with a norm q and
     k again, and the gradient of v, and writes the packed gradient. Tables and weights, which stay in cache, are not counted."""
@@ -62,7 +47,7 @@ def minimum_bytes(norm: bool, shape: Shape, tokens: int) -> dict[str, int]:
 def ours(norm: bool, shape: Shape, table: Tensor) -> Function:
     cos, sin = table
     kind = "rmsnorm" if norm else None
-    return lambda qkv, q_weight, k_weight: rotary_qkv_fn(
+    return lambda qkv, q_weight=None, k_weight=None: rotary_qkv_fn(
         qkv, cos, sin, shape.heads, shape.kv_heads, norm=kind, eps=EPS, q_weight=q_weight, k_weight=k_weight
     )
 
@@ -71,8 +56,8 @@ def plain_torch(norm: bool, shape: Shape, table: Tensor, dtype: torch.dtype = to
     """In PyTorch's operators, by model/attention.py: rounded to dtype behind the norm and behind the turn."""
     how = how_of(Norm.rmsnorm, dtype, EPS)
 
-    def function(qkv: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        norms = tuple((Affine(weight, *[None] * 7), how) for weight in weights) if norm else ()
+    def function(qkv: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        norms = tuple((Affine(weight, *[None] * 7), how) for weight in weights)
         return query_key_site(qkv, table, shape.heads, shape.kv_heads, norms)
 
     return function
@@ -85,7 +70,7 @@ def liger(norm: bool, shape: Shape, table: Tensor) -> Function | None:
     turn = import_module("liger_kernel.ops.rope").LigerRopeFunction.apply
     heads, kv_heads, D = shape
 
-    def function(qkv: Tensor, *_: None) -> tuple[Tensor, ...]:
+    def function(qkv: Tensor) -> tuple[Tensor, ...]:
         q, k, v = qkv.unflatten(-1, (-1, D)).split((heads, kv_heads, kv_heads), dim=-2)
         cos, sin = (torch.cat((t, t), dim=-1)[None].to(qkv.dtype) for t in table)
         q, k = turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
@@ -102,29 +87,34 @@ PROVIDERS: dict[str, Callable[[bool, Shape, Tensor], Function | None]] = {
 }
 
 
-def task(case: str, shape: Shape, tokens: int, device: torch.device) -> Task:
-    norm, table = CASES[case], rotary_table(min(tokens, CONTEXT), shape.D, BASE).to(device)
+def task(case: str, shape: Shape, tokens: int, device: torch.device) -> bandwidth.Task:
+    T, (heads, kv_heads, D) = min(tokens, CONTEXT), shape
+    norm, table = CASES[case], rotary_table(T, D, BASE).to(device)
     exact = plain_torch(norm, shape, table, torch.float64)
-    return Task(
+
+    def draw(normal: Callable[..., Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """qkv [B, T, (heads + 2·kv_heads)·D] bf16; with a norm the weights of queries and of keys [D] fp32."""
+        weights = [1 + 0.1 * normal(D, dtype=torch.float32) for _ in range(2 * norm)]
+        qkv = normal(tokens // T, T, (heads + 2 * kv_heads) * D)
+        return [qkv, *weights], [normal(tokens // T, T, n, D) for n in (heads, kv_heads, kv_heads)]
+
+    return bandwidth.Task(
         {"case": case, "M": tokens, **shape._asdict()},
         bytes=minimum_bytes(norm, shape, tokens),
         make=lambda provider: PROVIDERS[provider](norm, shape, table),
-        inputs=partial(make_inputs, norm, shape, tokens),
+        inputs=partial(drawn, draw),
         reference=lambda _, *args: exact(*args),
         checked=1,  # sequence
+        move_outputs=True,
     )
 
 
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    return command.parse(bandwidth.parser("rotary", __doc__, CASES, PROVIDERS), argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(argv)
+def tasks(options: Namespace) -> list[bandwidth.Task]:
     tokens = command.rows_on(options.device, SEQUENCES * CONTEXT)
-    tasks = [task(case, shape, tokens, options.device) for case in options.case or CASES for shape in SHAPES]
-    bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
+    return [task(case, shape, tokens, options.device) for case in options.case or CASES for shape in SHAPES]
 
+
+options_of, main = bandwidth.program("rotary", __doc__, CASES, PROVIDERS, tasks)
 
 if __name__ == "__main__":
     main()

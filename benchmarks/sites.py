@@ -6,8 +6,7 @@ python -m benchmarks.sites --width 4608 5376 --case norm_add_norm
 A tensor has 2^26 elements. `compile` is torch.compile of PyTorch's operations.
 """
 
-import argparse
-from collections.abc import Sequence
+from argparse import Namespace
 
 from benchmarks import bandwidth, command, norms
 from benchmarks.cases import SITES, Shape
@@ -16,20 +15,16 @@ WIDTHS, ELEMENTS = (768, 1152, 2304, 3584, 4608, 5376), 2**26
 PROVIDERS = ("ours", "torch", "compile", "liger-kernel")
 
 
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    return command.parse(bandwidth.parser("sites", __doc__, SITES, PROVIDERS, WIDTHS), argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(argv)
-    tasks = [
+def tasks(options: Namespace) -> list[bandwidth.Task]:
+    return [
         norms.task(Shape(SITES[case], stream, "fp32", command.rows_on(options.device, ELEMENTS // width), width))
         for case in options.case or SITES
         for width in options.width
         for stream in options.residual
     ]
-    bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 
+
+options_of, main = bandwidth.program("sites", __doc__, SITES, PROVIDERS, tasks, lambda to: bandwidth.add_widths(to, WIDTHS))
 
 if __name__ == "__main__":
     main()

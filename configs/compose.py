@@ -1,36 +1,47 @@
 """From overrides to a checked `Config`, and back: Hydra composes, the schema types, the rules check."""
 
+import json
 import re
 import shlex
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, fields
-from itertools import product
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
 import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from configs import keys, machine, rules
-from configs.keys import ConfigError
+from configs.keys import ConfigError, as_config_errors
 from configs.schema import Choice, Config
-
-# train.yaml starts from this node, so that OmegaConf checks all that it and the groups set against the dataclasses; ablate.yaml
-# and compare.yaml start from theirs.
-ConfigStore.instance().store(name="train_schema", node=Config)
-
+from measure.sources import note_yaml
 
 Of = TypeVar("Of", bound=Config)
+
+
+def register(of: type[Config]) -> None:
+    """Makes a class of keys the node from which configs/PROGRAM.yaml starts: OmegaConf checks all that is set against it."""
+    node = OmegaConf.structured(of)
+    for name, key in keys.schema(of).items():
+        if key.type in (str, str | None):  # takes text alone: OmegaConf would make 20240105 of 2024_01_05
+            section, _, leaf = name.rpartition(".")
+            (node[section] if section else node)._get_node(leaf)._set_flag("convert", False)
+    ConfigStore.instance().store(f"{of.program}_schema", node)
+
+
+register(Config)
 
 
 def load(overrides: Sequence[str] = (), on: machine.Machine | None = None, of: type[Config] = Config) -> Config:
@@ -39,44 +50,11 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None, of: t
     Raises:
         ConfigError: a name, a value or a combination that can't be used.
     """
-    [cfg] = check_jobs([overrides], lambda job: compose_only(job, of), on)
+    [cfg] = check_jobs([overrides], on, of)
     return cfg
 
 
-def compose_only(overrides: Sequence[str], of: type[Of]) -> Of:
-    """`load` without the rules: names and types are checked; values are not checked against each other and the machine.
-
-    Within a program of `hydra.main` it has the search path of that one, with --config-dir.
-    """
-    running = GlobalHydra.instance().is_initialized()
-    with explained(of), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
-        return typed(hydra.compose(of.program, list(overrides)), overrides, of)
-
-
-def typed(composed: DictConfig, overrides: Sequence[str], of: type[Of]) -> Of:
-    """What Hydra composed of overrides, as values of the schema's types; what a command interpolates is resolved here, and
-    nowhere else. Values that follow from others get theirs, which the config.yaml of a run then has."""
-    check_text(overrides, of)
-    sections, known = keys.sections(of), keys.schema(of)
-    found = [f"{name}.{key}" for name in sections for key in composed[name]]
-    found += [str(name) for name in composed if name not in (*sections, "hydra")]
-    if added := [name for name in found if name not in known]:  # by +key=value
-        raise keys.unknown_key(added[0], of)
-    with explained(of):
-        values: dict[str, Any] = {field.name: composed[field.name] for field in fields(of)}
-        values |= {name: OmegaConf.to_object(one) for name, one in values.items() if OmegaConf.is_config(one)}
-    cfg = of(**values)
-    if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
-        cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
-    cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
-    cfg.resume = str(machine.expanded(cfg.resume))
-    cfg.data.name = cfg.data.called
-    return cfg
-
-
-def check_jobs(
-    jobs: Sequence[Sequence[str]], composed: Callable[[Sequence[str]], Config], on: machine.Machine | None = None
-) -> list[Config]:
+def check_jobs(jobs: Sequence[Sequence[str]], on: machine.Machine | None = None, of: type[Config] = Config) -> list[Config]:
     """The configs of the jobs of one command, each given by its overrides.
 
     Raises:
@@ -85,7 +63,7 @@ def check_jobs(
     found = []
     for job in jobs:
         try:
-            found.append(cfg := composed(job))
+            found.append(cfg := compose_only(job, of))
             if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
                 rules.check(cfg, on or machine.inspect(cfg.device))
         except ConfigError as error:
@@ -93,6 +71,43 @@ def check_jobs(
     if all(cfg.resume in ("never", "auto") for cfg in found):
         rules.check_given((name for job in jobs for name in given(job)), found)
     return found
+
+
+def compose_only(overrides: Sequence[str], of: type[Of]) -> Of:
+    """`load` without the rules: names and types are checked; values are not checked against each other and the machine.
+
+    Within a program of `hydra.main` it has the search path and the config of that one: --config-dir, --config-name.
+    """
+    running = GlobalHydra.instance().is_initialized()
+    name = HydraConfig.get().job.config_name if HydraConfig.initialized() else of.program
+    with explained(of), nullcontext() if running else hydra.initialize_config_dir(str(keys.FOLDER), version_base=None):
+        composed = hydra.compose(name, list(overrides), return_hydra_config=True)
+        chosen = [f"{group}/{option}" for group, option in composed.hydra.runtime.choices.items()]
+        note_yaml(keys.FOLDER / f"{file}.yaml" for file in (name, "config", *chosen))
+        with open_dict(composed):
+            del composed["hydra"]
+        return typed(composed, of)
+
+
+def typed(composed: DictConfig, of: type[Of]) -> Of:
+    """What Hydra composed, as values of the schema's types; what a command interpolates is resolved here, and nowhere else."""
+    with explained(of):
+        return _config(OmegaConf.to_container(composed, resolve=True), (), of)
+
+
+def _config(plain: Any, overrides: Sequence[str], of: type[Of]) -> Of:
+    """Values that follow from others get theirs, which the config.yaml of a run then has."""
+    with explained(of):
+        config = OmegaConf.unsafe_merge(ConfigStore.instance().load(f"{of.program}_schema.yaml").node, _literal(plain))
+        for one in parse(overrides):
+            if one.key_or_group in keys.GROUPS:
+                raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
+            OmegaConf.update(config, one.key_or_group, one.value())
+        cfg: Any = OmegaConf.to_object(config)
+    if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
+        cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
+    cfg.data.name = cfg.data.called
+    return cfg
 
 
 # ---- overrides ---------------------------------------------------------------------------------------------------------------
@@ -104,32 +119,9 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create().parse_overrides(list(overrides))
 
 
-def check_text(overrides: Sequence[str], of: type[Config]) -> None:
-    """Raises ConfigError for a number, true or None as a text: Hydra would make 20240105 of 2024_01_05, and a name of None."""
-    known = keys.schema(of)
-    for one in parse(overrides):
-        for name, value in _values(one).items():
-            key = known.get(name)
-            is_text = key and key.type in (str, str | None, list[str], list[str] | None)
-            numbers = any(isinstance(each, bool | int | float) for each in (value if isinstance(value, list) else [value]))
-            if key and is_text and (numbers or str(one.input_line).endswith("=None")):
-                raise ConfigError(
-                    f"{one.input_line}: takes text ({key.metadata['meaning']}). Text that looks like a number, true or None "
-                    f"""needs quotes, as in '{name}="TEXT"'. null is no text."""
-                )
-
-
-def _values(one: Override) -> dict[str, Any]:
-    """What an override gives, by key: section={key: value, …} several. The values of a sweep are parsed again for each job."""
-    name, value = one.key_or_group, one.value()
-    if isinstance(value, dict):
-        return {f"{name}.{key}": of for key, of in value.items()}
-    return {name: value}
-
-
 def given(overrides: Sequence[str]) -> list[str]:
     """The names of keys and groups in the overrides."""
-    return [name for one in parse(overrides) for name in _values(one)]
+    return [one.key_or_group for one in parse(overrides)]
 
 
 def swept(overrides: Sequence[str]) -> list[str]:
@@ -138,18 +130,9 @@ def swept(overrides: Sequence[str]) -> list[str]:
 
 
 def jobs(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each run of a sweep: all combinations of the values. Of a key that comes twice, the last counts.
-
-    Raises:
-        ConfigError: an interval, which only a sweeper that searches can take values from.
-    """
-    values = {}
-    for one in parse(overrides):
-        name, several = one.get_key_element(), one.is_sweep_override()
-        if several and not one.is_discrete_sweep():
-            raise ConfigError(f"{one.input_line}: gives no values to sweep. List them: {name}=A,B.")
-        values[name] = [f"{name}={value}" for value in one.sweep_string_iterator()] if several else [str(one.input_line)]
-    return list(map(list, product(*values.values())))
+    """The overrides of each run of a sweep: all combinations of the values. Of a key that comes twice, the last counts."""
+    with explained():
+        return BasicSweeper.split_arguments(parse(overrides), max_batch_size=None)[0]
 
 
 # ---- stored configs ----------------------------------------------------------------------------------------------------------
@@ -158,17 +141,14 @@ def jobs(overrides: Sequence[str]) -> list[list[str]]:
 def as_typed(key: str, text: str) -> str:
     """`key=text` as a user types it. A text that is no plain path gets Hydra's quotes, and the shell's around them."""
     if not re.fullmatch(r"[\w.+-]*/[\w./+-]*", text, re.ASCII):
-        text = '"' + _literal(text).replace('"', r"\"") + '"'
+        text = QuotedString(_literal(text), Quote.double).with_quotes()
     return shlex.quote(f"{key}={text}")
 
 
-def _literal(value: Any) -> Any:
-    """The value, with its text such that OmegaConf gives it back unchanged and sees no interpolation in it."""
-    if isinstance(value, dict):
-        return {key: _literal(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_literal(one) for one in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+def _literal(plain: Any) -> Any:
+    r"""The values, with their text such that OmegaConf gives it back unchanged and sees no interpolation in it: `${` gets a
+    backslash, and as many more as stand before it. In JSON each is two."""
+    return json.loads(re.sub(r"(\\*)\$\{", r"\1\1\\\\${", json.dumps(plain)))
 
 
 def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -179,14 +159,7 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: an unknown key, a value of a wrong type, or an override of a whole group.
     """
-    with explained():
-        config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
-        for one in parse(overrides):
-            if one.key_or_group in keys.GROUPS:
-                raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
-            OmegaConf.update(config, one.key_or_group, one.value())
-    assert isinstance(config, DictConfig)
-    return typed(config, overrides, Config)
+    return _config(_as_named_today(plain), overrides, Config)
 
 
 def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +169,7 @@ def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:
     given.pop("compare", None)
     given.get("data", {}).pop("processes", None)
     given.get("checkpoint", {}).pop("background", None)
+    given.get("train", {}).pop("compile_mode", None)
     compiled = given.get("train", {}).pop("compile_loss", None)
     if compiled is not None:
         given["loss"] = {"impl": "compiled" if compiled else "torch", **given.get("loss", {})}
@@ -237,23 +211,26 @@ def explained(of: type[Config] = Config) -> Iterator[None]:
             """need quotes for Hydra within quotes for the shell: 'folder="~/runs"', 'data.files=["~/a.txt",b.txt]'."""
         ) from error
     except (HydraException, OmegaConfBaseException) as error:
-        if isinstance(error, MissingConfigException) and error.options:
-            group, _, option = str(error.missing_cfg_file).rpartition("/")
-            near = keys.did_you_mean(option, error.options)
-            said = f"{group}={option}: no such option.{near} Options of {group}: {', '.join(error.options)}."
-            raise ConfigError(said) from error
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-        key, said = getattr(cause, "full_key", None), str(cause).partition("\n")[0].rstrip(".")
-        if not key:
-            raise ConfigError(str(error)) from error
-        if isinstance(cause, ConfigAttributeError | ConfigKeyError) and not key.startswith("hydra"):
-            raise keys.unknown_key(key, of) from error
-        list_ = " Write a list as '[a,b]', with quotes for the shell." if "ListConfig" in said else ""
-        raise ConfigError(f"{key}: {said}.{list_}") from error
-    except yaml.YAMLError as error:  # which names the file
-        raise ConfigError(" ".join(str(error).split())) from error
-    except (ValueError, OSError) as error:  # Hydra says what options don't go together, and makes folders
+        if key := getattr(cause, "full_key", None):
+            if isinstance(cause, ConfigAttributeError | ConfigKeyError) and not key.startswith("hydra"):
+                raise keys.unknown_key(key, of) from error
+            said = f"{key}: {str(cause).partition(chr(10))[0].rstrip('.')}."
+            said += next((f" {hint}" for part, hint in HINTS.items() if part in said), "")
+        else:
+            said = " ".join(str(error).partition("Config search path")[0].split())
+        if isinstance(error, MissingConfigException) and error.options:
+            said += keys.did_you_mean(str(error.missing_cfg_file).rpartition("/")[2], error.options)
+        raise ConfigError(said) from error
+    except (ValueError, OSError, yaml.YAMLError) as error:  # Hydra says what options don't go together, and makes folders
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if isinstance(error, BrokenPipeError) or not frame.f_globals["__name__"].startswith(("hydra.", "pathlib")):
+        if isinstance(error, BrokenPipeError) or not frame.f_globals["__name__"].startswith(("hydra.", "pathlib", "yaml")):
             raise
-        raise ConfigError(f"{error.filename}: {error.strerror}." if isinstance(error, OSError) else str(error)) from error
+        with as_config_errors():
+            raise
+
+
+HINTS = {  # by a part of what OmegaConf says
+    "ListConfig": "Write a list as '[a,b]', with quotes for the shell.",
+    "type hint": """Text that looks like a number, true or false needs quotes, as in 'KEY="TEXT"'.""",
+}

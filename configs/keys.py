@@ -1,5 +1,6 @@
 """Names of the configuration: which keys exist, where they count, what help says of them, and what a misspelt name means."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
@@ -16,6 +17,7 @@ from configs.schema import Affects, Choice, Config
 
 FOLDER = Path(__file__).parent
 GROUPS = ("data", "experiment", "model", "tokenizer")  # of a run
+PROGRAMS = ("ablate", "compare")  # with a section of keys of their own, which has their name
 
 
 class ConfigError(ValueError):
@@ -46,44 +48,35 @@ def schema(of: type[Config] = Config) -> dict[str, Field]:
     return found
 
 
-def sections(of: type[Config]) -> list[str]:
-    """The names before the dots."""
-    return [field.name for field in fields(of) if is_dataclass(field.type)]
-
-
 def affecting(*what: Affects) -> list[str]:
     """The keys on which this depends."""
     return [name for name, key in schema().items() if key.metadata["affects"] in what]
 
 
-def conditions(name: str, of: type[Config] = Config) -> list[list[tuple[str, bool, list[Any]]]]:
-    """Where a key counts, as its declaration says: alternatives of (other key, whether it has one of the values, values)."""
-
-    def read(text: str) -> tuple[str, bool, list[Any]]:
-        other, _, values = text.partition("=")
-        beside = f"{name.rpartition('.')[0]}.{other.rstrip('!')}"
-        known = beside if beside in schema(of) else other.rstrip("!")
-        return known, not other.endswith("!"), [yaml.safe_load(value) for value in values.split(",")]
-
-    return [[read(text) for text in each.split()] for each in schema(of)[name].metadata["only"].split("|")]
+def only(name: str, key: Field) -> str:
+    """Where a key counts, as it is declared, with whole names; empty if it always does."""
+    return re.sub(r"(?<![\w.])(?=\w+!?=)", name[: name.rfind(".") + 1], key.metadata["only"])
 
 
-def unmet(name: str, cfg: Config) -> list[str]:
-    """The keys whose values make a key count for nothing in this config, as key=value. Empty if it counts."""
-    wrong = [
-        [f"{other}={shown(value)}" for other, has, among in each if ((value := attrgetter(other)(cfg)) in among) is not has]
-        for each in conditions(name, type(cfg))
-    ]
-    return [] if [] in wrong else list(chain(*wrong))
+def counts(name: str, cfg: Config) -> bool:
+    """Whether a key counts in this config."""
+    words = only(name, schema(type(cfg))[name])
+    return not words or holds(words, cfg)
 
 
-def only(name: str, cfg: Config) -> str:
-    """Where a key counts, in words; empty if it always does."""
-    words = {True: "{}={}", False: "{} other than {}"}
-    return ", or ".join(
-        " and ".join(words[has].format(other, " or ".join(map(shown, among))) for other, has, among in each)
-        for each in conditions(name, type(cfg))
-    )
+def holds(words: str, cfg: Config) -> bool:
+    """Whether a config has what these words say: a.b=VALUE,VALUE and c!=VALUE or ..."""
+
+    def has(condition: str) -> bool:
+        name, _, values = condition.partition("=")
+        return (attrgetter(name.rstrip("!"))(cfg) in yaml.safe_load(f"[{values}]")) is not name.endswith("!")
+
+    return any(all(map(has, each.split(" and "))) for each in words.split(" or "))
+
+
+def here(words: str, cfg: Config) -> str:
+    """The keys in these words with their values in a config."""
+    return ", ".join(f"{name}={shown(attrgetter(name)(cfg))}" for name in dict.fromkeys(re.findall(r"([\w.]+)!?=", words)))
 
 
 def limits(key: Field) -> str:
@@ -104,7 +97,7 @@ def describe(cfg: Config, section: str = "") -> str:
     lines: dict[str, list[str]] = {}
     for name, key in schema(type(cfg)).items():
         own = lines.setdefault(name.rpartition(".")[0], [""])
-        needs = f"with {words}: " if (words := only(name, cfg)) else ""
+        needs = f"with {words}: " if (words := only(name, key)) else ""
         takes = f" ({words})" if (words := limits(key)) else ""
         own.append(f"  {f'{name}={shown(attrgetter(name)(cfg))}':<33}  {needs}{key.metadata['meaning']}{takes}")
         wide = max(map(len, choices(key)), default=0)
@@ -120,13 +113,17 @@ def choices(key: Field) -> dict[str, str]:
 
 def unknown_key(name: str, of: type[Config]) -> ConfigError:
     """The error for a key that does not exist, with the name that was probably meant and the keys beside it."""
+    section, _, leaf = name.rpartition(".")
     if name in GROUPS:  # Hydra puts what a file of the group has under the group's name, unless it begins so
         return ConfigError(f"{name} is a group. Begin your own file of it with the line `# @package _global_`.")
-    section, _, leaf = name.rpartition(".")
+    if (program := name.partition(".")[0]) in {*PROGRAMS} - {of.program}:
+        return ConfigError(
+            f"{name}: {program}.py has such keys, {of.program}.py has none. `python {program}.py --help` lists them."
+        )
     beside = [key for key in schema(of) if key.startswith(f"{section}.")]
     # the same name in another section (`lr` → `optim.lr`), or else one that is written alike
     twin = next((f" Did you mean {key}?" for key in schema(of) if key.endswith(f".{leaf}")), "")
-    near = twin or did_you_mean(name, [*schema(of), *sections(of), *GROUPS])
+    near = twin or did_you_mean(name, [*schema(of), *(field.name for field in fields(of)), *GROUPS])
     others = f" Keys of {section}: {', '.join(beside)}." if beside else ""
     return ConfigError(f"{name}: no such key.{near}{others} `python {of.program}.py --help` lists all keys.")
 

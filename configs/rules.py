@@ -9,12 +9,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from math import isfinite
 from operator import attrgetter
-from typing import Any
 
 from configs import keys, schema
 from configs.keys import ConfigError
 from configs.machine import Machine
 from configs.schema import Config
+
+TOGETHER = (  # what has to hold of several keys
+    "norm.placement=pre or model.block=sequential",
+    "model.residual_scale!=deepnorm or norm.placement=post",
+    "model.qk_norm=false or model.qk_norm_kind=layernorm,rmsnorm or model.qk_norm_kind=null and norm.kind=layernorm,rmsnorm",
+    "train.graph=auto,true,false",
+)
 
 
 def check(cfg: Config, machine: Machine) -> None:
@@ -35,9 +41,9 @@ def check_given(names: Iterable[str], cfgs: Sequence[Config]) -> None:
     """
     broken, known = [], keys.schema(type(cfgs[0]))
     for name in dict.fromkeys(names):
-        if name in known and all(keys.unmet(name, cfg) and attrgetter(name)(cfg) is not None for cfg in cfgs):
-            here = ", ".join(keys.unmet(name, cfgs[0]))
-            broken.append(f"{name} is read only with {keys.only(name, cfgs[0])}; here {here}. Leave it out.")
+        if name in known and not any(keys.counts(name, cfg) or attrgetter(name)(cfg) is None for cfg in cfgs):
+            only = keys.only(name, known[name])
+            broken.append(f"{name} is read only with {only}; here {keys.here(only, cfgs[0])}. Leave it out.")
     _raise_if(broken)
 
 
@@ -84,8 +90,6 @@ def why_no_graph(cfg: Config, machine: Machine) -> str:
         "train.graph=false": train.graph is False,
         f"CUDA graphs are for CUDA devices; this run is on {machine.device}": machine.device != "cuda",
         "a graph is of one process; torchrun started this one": machine.by_torchrun,
-        f"train.compile_mode={train.compile_mode} makes graphs of its own": train.compile
-        and train.compile_mode in schema.CUDA_GRAPHS,
         "train.recompute=true reads the state of torch's generator, from which this model draws dropout": train.recompute
         and schema.draws_from_torch(cfg.model, cfg.norm),
         "profile=true tells which operator launched a kernel, which a graph does not know": cfg.profile,
@@ -107,14 +111,16 @@ def out_of_range(cfg: Config) -> Iterator[str]:
             yield f"{name}={value}: must be finite."
         elif value is not None and not all(holds[word](value, limit) for word, limit in limits.items()):
             yield f"{name}={value}: must be {keys.limits(key)}."
-        elif key.metadata["needed"] and not value and not keys.unmet(name, cfg):
-            yield f"{keys.only(name, cfg)} needs {name}: {key.metadata['meaning']}."
+        elif key.metadata["needed"] and not value and keys.counts(name, cfg):
+            yield f"{keys.only(name, key)} needs {name}: {key.metadata['meaning']}."
+        elif value == "None":
+            yield f"{name}=None: null gives it no value."
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     """Rules on several keys together, and on keys and the machine."""
-    model, norm, train, optim = cfg.model, cfg.norm, cfg.train, cfg.optim
-
+    model, train, optim = cfg.model, cfg.train, cfg.optim
+    yield from (f"{keys.here(words, cfg)}: needs {words}." for words in TOGETHER if not keys.holds(words, cfg))
     head_width, rest = divmod(model.width, model.heads)
     if rest:
         yield f"model.heads={model.heads} does not divide model.width={model.width}. Change one of them."
@@ -123,27 +129,9 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if model.kv_heads and model.heads % model.kv_heads:
         yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. Change one of them, or use null."
 
-    placed, statistical = f"norm.placement={norm.placement}", (schema.NormKind.layernorm, schema.NormKind.rmsnorm)
-    if norm.placement is not schema.Placement.pre and model.block is schema.BlockLayout.parallel:
-        yield f"{placed} is for sequential blocks. Use norm.placement=pre or model.block=sequential."
-    if model.residual_scale is schema.ResidualScale.deepnorm and norm.placement is not schema.Placement.post:
-        yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
-    if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
-        yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
-
     if train.batch_size % (train.accumulation * machine.ranks):
         by = f"train.accumulation={train.accumulation}" + (f" × {machine.ranks} ranks" if machine.ranks > 1 else "")
         yield f"train.batch_size={train.batch_size} can't be cut into equal micro-batches by {by}. Change one of them."
-    mode = f"train.compile_mode={train.compile_mode}"
-    if train.compile_mode not in schema.COMPILE_MODES:
-        yield f"{mode}: no mode that can be used here. Use {', '.join(schema.COMPILE_MODES)}."
-    elif train.compile:
-        if train.compile_mode in schema.CUDA_GRAPHS and (machine.ranks > 1 or machine.device != "cuda"):
-            yield f"{mode} makes CUDA graphs, which are for a single process on a CUDA device. Use another mode."
-        if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
-            yield f"{mode} chooses kernels by measured speed, and deterministic=true needs the same bits. Use one of them."
-    if train.graph not in (True, False, "auto"):
-        yield f"train.graph={train.graph}: takes auto, true or false."
     if train.graph is True and (why := why_no_graph(cfg, machine)):
         yield f"train.graph=true: {why}. Use train.graph=auto."
     if (optim.warmup_steps or 0) > train.steps:
@@ -153,7 +141,7 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
 
     if cfg.parallel is not schema.Parallel.auto and not machine.by_torchrun:
         yield f"parallel={cfg.parallel} needs several processes: torchrun --nproc-per-node=N train.py ..., or leave it out."
-    if norm.impl is schema.NormImpl.fused and machine.device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
+    if cfg.norm.impl is schema.NormImpl.fused and machine.device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
         yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
     yield from refused_by_library(cfg, machine)
     if train.precision is schema.Precision.bf16 and not machine.bf16:
@@ -162,10 +150,14 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
         yield f"train.precision=fp16 needs a CUDA device; this run is on {machine.device}. Use train.precision=fp32 or bf16."
 
 
-LIBRARIES = {  # the package to import, and the name to install it by
-    schema.NormImpl.flash_attn: ("flash_attn", "flash-attn"),
-    schema.NormImpl.liger: ("liger_kernel", "liger-kernel"),
-    schema.NormImpl.quack: ("quack", "quack-kernels"),
+NO_DROPOUT = ("model.dropout=0", "model.drop_path=0", "model.block=sequential")
+LIBRARIES = {  # the package to import, the name to install it by, and what its norms need
+    schema.NormImpl.flash_attn: (
+        *("flash_attn", "flash-attn", "norm.kind=layernorm,rmsnorm"),
+        *("model.dropout=0 or norm.dropout_masks=native", "model.block=sequential or model.drop_path=0"),
+    ),
+    schema.NormImpl.liger: ("liger_kernel", "liger-kernel", "norm.kind=layernorm,rmsnorm", *NO_DROPOUT),
+    schema.NormImpl.quack: ("quack", "quack-kernels", "norm.kind=rmsnorm", *NO_DROPOUT),  # its LayerNorm does not train
 }
 
 
@@ -174,24 +166,14 @@ def refused_by_library(cfg: Config, machine: Machine) -> Iterator[str]:
     impl, other = cfg.norm.impl, "Use norm.impl=fused, torch or compiled."
     if impl not in LIBRARIES:
         return
-    package, name = LIBRARIES[impl]
+    package, name, *needs = LIBRARIES[impl]
     if not is_installed(package):
         yield f"norm.impl={impl} needs the package {name}, which is not installed. Install it. {other}"
     if machine.device != "cuda":
         yield f"norm.impl={impl} needs a CUDA device; this run is on {machine.device}. {other}"
-    has: dict[str, Sequence[Any]] = {"norm.placement": ["pre"], "norm.weight": ["ones"], "norm.kind": ["layernorm", "rmsnorm"]}
-    if impl is schema.NormImpl.flash_attn:
-        if cfg.model.dropout:
-            has["norm.dropout_masks"] = ["native"]  # its own
-        if cfg.model.block is schema.BlockLayout.parallel:
-            has["model.drop_path"] = [0]
-    else:
-        has |= {"model.dropout": [0], "model.drop_path": [0], "model.block": ["sequential"]}
-    if impl is schema.NormImpl.quack:
-        has["norm.kind"] = ["rmsnorm"]  # its LayerNorm does not train
-    for key, values in has.items():
-        if (value := attrgetter(key)(cfg)) not in values:
-            yield f"norm.impl={impl} has no {key}={value} here, but {key}={' or '.join(map(str, values))}. {other}"
+    for words in ("norm.placement=pre", "norm.weight=ones", *needs):
+        if not keys.holds(words, cfg):
+            yield f"norm.impl={impl} needs {words}; here {keys.here(words, cfg)}. {other}"
 
 
 def is_installed(package: str) -> bool:

@@ -1,7 +1,8 @@
 """Which code a process ran, and what of it has changed since: what makes a record old.
 
 A module counts by its syntax tree, so comments, docstrings and layout don't; all modules of the project count that the process
-had imported, but for those that say what was measured (PRESENTING). A Triton kernel counts by its PTX.
+had imported, but for those that say what was measured (PRESENTING). A YAML file of which a config was composed counts by its
+values. The PTX of the Triton kernels that ran says what of them a change has changed, once they have run again.
 """
 
 import ast
@@ -14,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 ROOT = Path(__file__).parent.parent
 PRESENTING = ("plots", "report", "tables", "tracking")  # names of modules that measure nothing
-STEP = ("data", "measure/clock.py", "measure/graph.py", "model", "ops", "training")  # what makes and times a training step
+# What runs or times a training step: its modules, imported yet or not.
+STEP = ("ablate.py", "ablation", "compare.py", "configs", "data", "measure", "model", "ops", "study", "training")
 Code = dict[str, Any]
+_yaml: set[str] = set()  # YAML files, by path
 
 
 def code() -> Code:
-    """What this process has run so far: the hashes of its modules by path, those of its kernels by name, one for each variant,
-    and whether backward runs in the caller's thread."""
-    paths = [path for path, _ in _modules() if Path(path).stem not in PRESENTING]
+    """What this process has run so far: the hashes of its modules and YAML files by path, those of its kernels by name, one for
+    each variant, and whether backward runs in the caller's thread."""
+    paths = {path for path, _ in _modules() if Path(path).stem not in PRESENTING} | _yaml
     return {
         "modules": {path: _as_first_seen(path) for path in sorted(paths)},
         "kernels": _kernels(),
@@ -32,13 +36,29 @@ def code() -> Code:
     }
 
 
+def note_yaml(files: Iterable[Path]) -> None:
+    """Notes YAML files as read by this process, those that are there and of the project."""
+    for file in files:
+        if file.is_relative_to(ROOT) and file.is_file():
+            path = file.relative_to(ROOT).as_posix()
+            _as_first_seen(path)
+            _yaml.add(path)
+
+
 def together(codes: Sequence[Code]) -> Code:
-    """What several processes ran."""
+    """What several processes ran.
+
+    Raises:
+        ValueError: they ran different code.
+    """
+    modules: dict[str, str] = {}
     kernels: dict[str, set[str]] = {}
     for one in codes:
+        if differ := [path for path, of in one["modules"].items() if modules.get(path, of) != of]:
+            raise ValueError(f"{_listed(differ)} changed while this was measured. Measure all of it anew.")
+        modules |= one["modules"]
         for name, hashes in one["kernels"].items():
             kernels.setdefault(name, set()).update(hashes)
-    modules = {path: of for one in codes for path, of in one["modules"].items()}
     backward = " and ".join(sorted({one["backward"] for one in codes}))
     return {"modules": modules, "kernels": {name: sorted(of) for name, of in kernels.items()}, "backward": backward}
 
@@ -50,6 +70,12 @@ def changes(record: Mapping[str, Any]) -> str | None:
     modules = record["code"]["modules"]
     changed = [path for path, of in modules.items() if not (ROOT / path).is_file() or _hash_of(ROOT / path) != of]
     return f"{_listed(changed)} {'has' if len(changed) == 1 else 'have'} changed" if changed else None
+
+
+def other_kernels(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
+    """The kernels that two records have in common and whose PTX differs, or its variants."""
+    one, other = (of.get("code", {}).get("kernels", {}) for of in (record, earlier))
+    return [name for name in one if name in other and one[name] != other[name]]
 
 
 def other_versions(record: Mapping[str, Any], versions: Mapping[str, str], are: str) -> list[str]:
@@ -97,7 +123,8 @@ def _as_first_seen(path: str) -> str:
 
 
 def _hash_of(path: Path) -> str:
-    return tree_hash(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    return _short(repr(yaml.safe_load(text))) if path.suffix == ".yaml" else tree_hash(text)
 
 
 @cache

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.schema import Activation, MlpConfig, MlpImpl, ModelConfig
-from ops import activation_fn, gated_activation_fn
+from ops import gated_activation_fn
 
 
 class MLP(nn.Module):
@@ -29,47 +29,36 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, cfg.width, bias=cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        match self.impl:
-            case MlpImpl.fused:
-                # without its bias, which the operator adds: so there is no pass over all rows for the bias's gradient
-                hidden = fused(F.linear(x, self.up.weight), self.up.bias, self.activation)
-            case MlpImpl.compiled:
-                # In a model that is compiled whole, it is a part.
-                function = activated if torch.compiler.is_compiling() else _compiled()
-                hidden = function(F.linear(x, self.up.weight), self.up.bias, self.activation)
-            case MlpImpl.torch:
-                hidden = activated(self.up(x), None, self.activation)
+        hidden = self.up(x)
+        match self.activation:
+            case Activation.gelu:
+                return self.down(F.gelu(hidden, approximate="tanh"))
+            case Activation.swiglu:
+                return self.down(_SWIGLU[self.impl](hidden))
             case _:
-                assert_never(self.impl)
-        return self.down(hidden)
+                assert_never(self.activation)
 
 
-def fused(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    match activation:
-        case Activation.gelu:
-            return activation_fn(x, bias, "gelu_tanh")
-        case Activation.swiglu:
-            return gated_activation_fn(x, bias=bias, activation="silu")
-        case _:
-            assert_never(activation)
+def swiglu(x: Tensor) -> Tensor:
+    """[..., 2N] -> [..., N], in PyTorch's own operators, as people write it."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
 
 
-def activated(x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """In PyTorch's own operators, as people write it."""
-    x = x if bias is None else x + bias.to(x.dtype)
-    match activation:
-        case Activation.gelu:
-            return F.gelu(x, approximate="tanh")
-        case Activation.swiglu:
-            gate, value = x.chunk(2, dim=-1)
-            return F.silu(gate) * value
-        case _:
-            assert_never(activation)
+def compiled_swiglu(x: Tensor) -> Tensor:
+    return (swiglu if torch.compiler.is_compiling() else _compiled())(x)  # in a model that is compiled whole, it is a part
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(activated)
+def _compiled() -> Callable[[Tensor], Tensor]:
+    return torch.compile(swiglu)
+
+
+_SWIGLU = {
+    MlpImpl.fused: lambda x: gated_activation_fn(x, activation="silu"),
+    MlpImpl.compiled: compiled_swiglu,
+    MlpImpl.torch: swiglu,
+}
 
 
 def mlp_width(cfg: ModelConfig) -> int:

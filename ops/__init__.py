@@ -3,7 +3,7 @@
 Depends on torch and triton only. Copy this folder into another project and import it under any name.
 """
 
-from .activation import activation_fn, gated_activation_fn
+from .activation import gated_activation_fn
 from .adopt import (
     Adoption,
     adopt,
@@ -38,7 +38,6 @@ __all__ = [
     "ModulatedNorm",
     "Norm",
     "RMSNorm",
-    "activation_fn",
     "adopt",
     "backend_for",
     "cross_entropy_fn",

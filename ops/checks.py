@@ -3,15 +3,17 @@ accepted.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .kernels import runs_kernels
 from .records import ROWS, Inputs
 from .reference import Norm
+from .torch_state import transformed_by_func
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float64)
@@ -36,6 +38,13 @@ def check_input(name: str, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected (..., N) with N ≥ 1")
     check_dtype(name, "x", x, accepted)
+
+
+def check_but_fp64(name: str, x: Tensor) -> tuple[bool, tuple[torch.dtype, ...]]:
+    """Also whether kernels run, and the dtypes that arguments beside x may have. An x in fp64 is for PyTorch's operations."""
+    check_input(name, x, REFERENCE_DTYPES)
+    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
+    return kernels, KERNEL_DTYPES if kernels else REFERENCE_DTYPES
 
 
 def check_operands(
@@ -127,6 +136,20 @@ def as_number(name: str, argument: str, number: Any, accepted: str, fits: Callab
     if not known or not fits(number):
         raise ValueError(f"{name}: {argument} must be {accepted}, got {number!r}")
     return float(number)
+
+
+def as_choice(name: str, argument: str, choice: Any, accepted: Mapping[str, Any]) -> Any:
+    if not isinstance(choice, str) or choice not in accepted:
+        raise ValueError(f"{name}: {argument} is {choice!r}, accepted: {', '.join(accepted)}")
+    return accepted[choice]
+
+
+def as_out_dtype(name: str, out_dtype: Any, x: Tensor, accepted: Sequence[torch.dtype]) -> torch.dtype:
+    if out_dtype is None:
+        return x.dtype
+    if not (isinstance(out_dtype, torch.dtype) and out_dtype in accepted):
+        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, accepted))}")
+    return out_dtype
 
 
 def as_flags(name: str, **flags: Any) -> dict[str, bool]:

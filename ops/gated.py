@@ -2,17 +2,14 @@
 
 from dataclasses import replace
 from enum import IntEnum
-from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import checks, kit
-from .kernels import runs_kernels
-from .norm import finishing
+from .norm import bytes_of, finishing, vector_of
 from .tiling import Device, Tile, Work, backward_tile, forward_tile
-from .torch_state import transformed_by_func
 
 
 class Gate(IntEnum):
@@ -47,25 +44,31 @@ def gated_rms_norm_fn(
     Raises:
         ValueError, TypeError: an argument that is not as above.
     """
-    name = "gated_rms_norm_fn"
-    checks.check_input(name, x, checks.REFERENCE_DTYPES)
-    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
-    dtypes, width = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES, x.shape[-1]
+    request = (eps, norm_before_gate, group_size, activation, zero_centered_weight, out_dtype)
+    return gated_norm.checked(_check, reference, (x, z, weight), request)[0]
+
+
+def _check(inputs: tuple, eps: Any, before: Any, group: Any, activation: Any, centred: Any, out_dtype: Any) -> tuple:
+    name, (x, z, weight) = "gated_rms_norm_fn", inputs
+    kernels, dtypes = checks.check_but_fp64(name, x)
+    width = x.shape[-1]
     checks.check_tensor(name, "z", z)
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, z=z)
     checks.check_operands(name, x, dtypes, ((width,),), checks.LAST_OF_X, weight=weight)
-    group = width if group_size is None else checks.as_size(name, "group_size", group_size, 1)
+    out_dtype = checks.as_out_dtype(name, out_dtype, x, dtypes)
+    return inputs, _options(name, width, out_dtype, eps, before, group, activation, centred), kernels
+
+
+def _options(
+    name: str, width: int, out_dtype: Any, eps: Any, before: Any, group: Any, activation: Any, centred: Any
+) -> "Options":
+    """width: how many columns x has; out_dtype: None where it is not yet known."""
+    group = width if group is None else checks.as_size(name, "group_size", group, 1)
     if width % group:
         raise ValueError(f"{name}: group_size is {group}, expected a divisor of the {width} columns of x")
-    if not isinstance(activation, str) or activation not in GATES:
-        raise ValueError(f"{name}: activation is {activation!r}, accepted: {', '.join(GATES)}")
-    if out_dtype is not None and out_dtype not in dtypes:
-        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
-    before, centred = checks.as_flags(
-        name, norm_before_gate=norm_before_gate, zero_centered_weight=zero_centered_weight
-    ).values()
-    o = Options(checks.as_eps(name, eps), group, GATES[activation], before, centred, out_dtype or x.dtype)
-    return gated_norm(Inputs(x, z, weight), o)[0] if kernels else reference(x, z, weight, o)
+    gate = checks.as_choice(name, "activation", activation, GATES)
+    flags = checks.as_flags(name, norm_before_gate=before, zero_centered_weight=centred)
+    return Options(checks.as_eps(name, eps), group, gate, out_dtype=out_dtype, **flags)
 
 
 class GatedRMSNorm(nn.Module):
@@ -76,16 +79,25 @@ class GatedRMSNorm(nn.Module):
         activation: str = "silu", zero_centered_weight: bool = False, device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        hidden_size = checks.as_size("GatedRMSNorm", "hidden_size", hidden_size, 1)
+        self.options: dict[str, Any] = {
+            "eps": eps, "norm_before_gate": norm_before_gate, "group_size": group_size, "activation": activation,
+            "zero_centered_weight": zero_centered_weight,
+        }  # fmt: skip
+        _options("GatedRMSNorm", hidden_size, None, *self.options.values())
         start = torch.zeros if zero_centered_weight else torch.ones
         self.weight = nn.Parameter(start(hidden_size, device=device, dtype=dtype))
-        self.options = (eps, norm_before_gate, group_size, activation, zero_centered_weight)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        return gated_rms_norm_fn(x, z, self.weight, *self.options)
+        return gated_rms_norm_fn(x, z, self.weight, **self.options)
+
+    def extra_repr(self) -> str:
+        return ", ".join([str(len(self.weight)), *[f"{name}={value}" for name, value in self.options.items()]])
 
 
-def reference(x: Tensor, z: Tensor, weight: Tensor | None, o: "Options") -> Tensor:
+def reference(i: tuple[Tensor, Tensor, Tensor | None], o: "Options") -> kit.Output:
     """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64."""
+    x, z, weight = i
     wide = torch.promote_types(torch.promote_types(x.dtype, z.dtype), torch.float32)
     wide = wide if weight is None else torch.promote_types(wide, weight.dtype)
     a = torch.sigmoid(z.to(wide)) if o.activation == Gate.sigmoid else nn.functional.silu(z.to(wide))
@@ -93,7 +105,7 @@ def reference(x: Tensor, z: Tensor, weight: Tensor | None, o: "Options") -> Tens
     groups = h.unflatten(-1, (-1, o.group_size))
     y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + o.eps)).flatten(-2)
     y = y if weight is None else y * (weight.to(wide) + float(o.zero_centered_weight))
-    return (y * a if o.norm_before_gate else y).to(o.out_dtype)
+    return kit.Output((y * a if o.norm_before_gate else y).to(o.out_dtype))
 
 
 # ---- operator ----------------------------------------------------------------------------------------------------------------
@@ -126,29 +138,26 @@ class GatedNorm(kit.Op):
 
     def width(self, tensors):
         x, z, _ = tensors[-3:]  # the inputs, with which Backward ends
-        return x.shape[-1], _placed(x, z)[2]
+        return x.shape[-1], _steps(x, z)
 
     def outputs(self, i, o):
-        return kit.Output(i.x.new_empty(i.x.shape, dtype=o.out_dtype))
-
-    def gradients(self, b, o, wanted):
-        return self.Gradients(*[dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(b[1:], wanted, strict=True)])
+        return kit.Output(i[0].new_empty(i[0].shape, dtype=o.out_dtype))
 
     def start(self, i, o):
         kernels, facts = kit.kernels("gated"), kit.device_facts(i.x.device)
         weight_bytes = 0 if i.weight is None else i.weight.itemsize
-        tile = forward_tile(o.group_size, Work(_vector(*i[:2], o.out_dtype), _bytes(*i[:2]), 1, weight_bytes), facts)
+        tile = forward_tile(o.group_size, Work(vector_of(*i[:2], o.out_dtype), bytes_of(*i[:2]), 1, weight_bytes), facts)
         variant, groups, pdl = _variant(i, o, tile, facts)
         launch = kit.Launcher(
             kernels.gated_norm_kernel, kernels.Pointers, i.x.device, ("x", "z"), num_warps=tile.warps, launch_pdl=pdl
         )
 
         def run(i):
-            y = i[0].new_empty(i[0].shape, dtype=o.out_dtype)
+            (y,) = outputs = self.outputs(i, o)
             M = y.numel() // y.shape[-1]
-            x, z, _, steps = _placed(*i[:2])
+            (x, z), steps = _placed(*i[:2])
             launch(-(-M // tile.rows) * groups, (x, z, i[2], y), M, o.eps, *steps, variant)
-            return (y,)
+            return outputs
 
         return run
 
@@ -156,7 +165,7 @@ class GatedNorm(kit.Op):
         kernels, facts, N = kit.kernels("gated"), kit.device_facts(b.x.device), b.x.shape[-1]
         sums = wanted.dweight is not None
         written = [dtype for dtype in wanted[:2] if dtype]
-        tile = _backward_tile(o.group_size, _vector(*b[:3], *written), _bytes(*b[:3]), _bytes(*written), facts)
+        tile = _backward_tile(o.group_size, vector_of(*b[:3], *written), bytes_of(*b[:3]), bytes_of(*written), facts)
         wants = kit.kernels("rows").Weights(sums, *[False] * 5)
         variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=wants)
         launch = kit.Launcher(
@@ -174,7 +183,7 @@ class GatedNorm(kit.Op):
             tiles = -(-M // tile.rows)
             programs = min(tiles, most)
             partials = dy.new_empty(programs * N, dtype=torch.float32) if sums else None
-            x, z, _, steps = _placed(x, z)
+            (x, z), steps = _placed(x, z)
             launch(programs * groups, (dy, x, z, weight, dx, dz, partials), M, o.eps, *steps, tiles, variant)
             if sums and M:
                 finish(programs, (partials, dweight, *[None] * 5))
@@ -199,44 +208,29 @@ def _backward_tile(n: int, vector: int, row_bytes: int, written_bytes: int, fact
 
 def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> tuple[Any, int, bool | None]:
     """With how many groups there are, and whether a launch may begin before the one ahead has ended."""
-    (two_levels, x_step, z_step), groups = _placed(i.x, i.z)[2], i.x.shape[-1] // o.group_size
+    (two_levels, x_step, z_step), groups = _steps(i.x, i.z), i.x.shape[-1] // o.group_size
     variant = kit.kernels("gated").GatedVariant(
         o.group_size, groups, o.norm_before_gate, o.activation == Gate.sigmoid, float(o.zero_centered_weight), tile.rows,
-        tile.block_n, _vector(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, EARLY_START=facts.since_sm_90,
+        tile.block_n, vector_of(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, EARLY_START=facts.since_sm_90,
         **more,
     )  # fmt: skip
     return variant, groups, facts.since_sm_90 or None
 
 
-def _placed(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor, tuple[bool, int, int], tuple[int, ...]]:
-    """Both, copied where their rows lie in yet another way; what kernels are compiled for: whether rows lie at two distances,
-    and the steps of x's and z's, of which those are multiples; how many rows lie at the inner one, and all in steps."""
-    if x.is_contiguous() and z.is_contiguous():
-        step = gcd(x.shape[-1], 8)
-        return x, z, (False, step, step), (1, *(x.shape[-1] // step, 0) * 2)
-    flat = x.dim() < 3 or x.numel() == 0 or not any(_view(t, 1) is None for t in (x, z))
-    inner = 1 if flat else x.shape[-2]
-    views = [_view(t.contiguous() if _view(t, inner) is None else t, inner) for t in (x, z)]
-    distances = [(t.stride(0), t.stride(1) * (inner > 1)) for t in views]
-    steps = [gcd(*of, 8) for of in distances]
-    numbers = [distance // step for of, step in zip(distances, steps, strict=True) for distance in of]
-    return *views, (inner > 1, *steps), (inner, *numbers)
+def _steps(x: Tensor, z: Tensor) -> tuple[bool, int, int]:
+    """What kernels are compiled for: whether rows lie at two distances, and the steps of x's and z's, which divide those."""
+    inner = _inner(x, z)
+    x_step, z_step = kit.steps((x, z), inner)
+    return inner > 1, x_step, z_step
 
 
-def _view(t: Tensor, inner: int) -> Any:
-    """[M / inner, inner, N] without a copy; None where rows lie in another way."""
-    if t.shape[-1] > 1 and t.stride(-1) != 1:
-        return None
-    try:
-        return t.view(prod(t.shape[:-1]) // inner, inner, t.shape[-1])
-    except RuntimeError:
-        return None
+def _placed(x: Tensor, z: Tensor) -> tuple[list[Any], tuple[int, ...]]:
+    """Both, copied where their rows lie in yet another way; how many rows lie at the inner distance, and all in steps."""
+    inner = _inner(x, z)
+    found, numbers = kit.placed((x, z), inner)
+    return found, (inner, *numbers)
 
 
-def _vector(*of: Any) -> int:
-    """Elements in 16 bytes of the widest."""
-    return 16 // max(t.itemsize for t in of)
-
-
-def _bytes(*of: Any) -> int:
-    return sum(t.itemsize for t in of)
+def _inner(x: Tensor, z: Tensor) -> int:
+    flat = x.dim() < 3 or x.numel() == 0 or (kit.distances(x, 1)[0] and kit.distances(z, 1)[0])
+    return 1 if flat else x.shape[-2]

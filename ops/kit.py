@@ -17,9 +17,11 @@ Here i, b and o are Inputs, Backward and Options of an operator; records of tens
 
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import cache, partial, reduce
 from importlib import import_module
+from math import gcd, prod
 from operator import itemgetter, or_
 from typing import Any, NamedTuple, cast
 
@@ -90,8 +92,10 @@ class Op:
         raise NotImplementedError
 
     def gradients(self, b: Any, o: Any, wanted: Any) -> Any:
-        """Gradients, allocated. wanted: dtypes in their places, None where nobody wants one."""
-        raise NotImplementedError
+        """Gradients, allocated; by default of inputs with which Backward ends. wanted: dtypes in their places, None where
+        nobody wants one."""
+        inputs = b[-len(wanted) :]
+        return self.Gradients(*[dtype and t.new_empty(t.shape, dtype=dtype) for t, dtype in zip(inputs, wanted, strict=True)])
 
     def start_backward(self, b: Any, o: Any, wanted: Any) -> Run:
         """Backward for tensors of the kinds of b, from Backward to Gradients."""
@@ -147,8 +151,30 @@ class Op:
     def __call__(self, inputs: tuple, o: Any) -> tuple:
         """The fields of Outputs, None where not asked for, with gradients. inputs: checked, and where kernels run."""
         kinds = kinds_of(inputs) if is_eager(()) else None
-        if kinds is None:
-            return self.dispatch(inputs, o)
+        return self.dispatch(inputs, o) if kinds is None else self._eager(inputs, o, kinds)
+
+    def checked(self, check: Callable[..., tuple], reference: Callable[..., tuple], inputs: tuple, request: tuple) -> tuple:
+        """The same of what a user gives. An eager call like an earlier one is not checked again, if kernels ran and its inputs
+        were right as they came.
+
+        check: of inputs and *request, looks at devices, dtypes and shapes of tensors alone; gives the inputs as the operator
+            takes them, the options, and whether kernels run. Else `reference` does, of these inputs and options.
+        """
+        kinds, key = kinds_of(inputs) if is_eager(()) else None, None
+        if kinds is not None and _HASHED.issuperset(map(type, request)):
+            shapes = tuple([None if t is None else t.shape for t in inputs])
+            key = check, kinds, shapes, torch.is_grad_enabled(), request, *map(type, request)  # types, as True is equal to 1.0
+            o = recall(key)
+            if o is not None:
+                return self._eager(inputs, o, kinds)
+        fitting, o, kernels = check(inputs, *request)
+        if not kernels:
+            return reference(fitting, o)
+        if key is not None and fitting is inputs:
+            remember(key, o)
+        return self(fitting, o)
+
+    def _eager(self, inputs: tuple, o: Any, kinds: tuple) -> tuple:
         needs = tuple([t is not None and t.requires_grad for t in inputs]) if torch.is_grad_enabled() else ()
         key = self, o, kinds, self.width(inputs), needs
         call = recall(key) or remember(key, Call(self, o, inputs, needs))
@@ -217,6 +243,7 @@ class Op:
         return given, (o, *wanted), picker(record._fields, given)
 
 
+_HASHED = frozenset((bool, int, float, str, torch.dtype, type(None)))
 SCHEMA = "(Tensor[] tensors, str options) -> Tensor[]"
 
 
@@ -470,6 +497,37 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 def internals() -> Any:
     """Of Triton, which is imported when the first kernel is about to start: without a GPU it may be missing."""
     return triton_internals()
+
+
+def distances(t: Tensor | None, inner: int) -> tuple[bool, int, int]:
+    """Whether two numbers of elements tell where the rows of t (..., N) lie; and these, or else those of a copy: from a block
+    of `inner` rows to the next one, and from row to row in a block, 0 where that is one row."""
+    if t is None:
+        return True, 0, 0
+    *shape, N = t.shape
+    lies, block, row = t.is_contiguous(), inner * N, N
+    if not lies and (N == 1 or t.stride(-1) == 1):
+        with suppress(RuntimeError):
+            block, row, _ = t.view(prod(shape) // inner, inner, N).stride()
+            lies = True
+    return lies, block, row * (inner > 1)
+
+
+def steps(tensors: Iterable[Tensor | None], inner: int = 1) -> list[int]:
+    """What kernels are compiled for: the power of two up to 8 that divides the distances of each."""
+    return [gcd(*distances(t, inner)[1:], 8) for t in tensors]
+
+
+def placed(tensors: Iterable[Tensor | None], inner: int = 1) -> tuple[list[Tensor | None], list[int]]:
+    """Tensors whose rows lie at two distances, copied where they do not; and these, in steps of each."""
+    found: list[Tensor | None] = []
+    numbers = []
+    for t in tensors:
+        lies, *apart = distances(t, inner)
+        step = gcd(*apart, 8)
+        found.append(t if lies or t is None else t.contiguous())
+        numbers += [distance // step for distance in apart]
+    return found, numbers
 
 
 class Launcher:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, kit
-from .kernels import runs_kernels
 from .norm import bytes_of, empty_as, vector_of
 from .reference import NORMS, Norm
 from .tiling import WHOLE_BACKWARD, Tile, Work, backward_tile, forward_tile
-from .torch_state import is_eager, kinds_of, transformed_by_func
 
 
 def modulated_norm_fn(
@@ -57,26 +55,14 @@ def modulated_norm_fn(
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that is not as above; before anything is launched.
     """
-    y, r, *_ = _computed((x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype))
+    inputs, request = (x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype)
+    y, r, *_ = modulated_norm.checked(_check, reference, inputs, request)
     return (y, x if r is None else r) if prenorm else y
 
 
 def gated_sum(x: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
     """r of `modulated_norm_fn` alone, one kernel each way; its arguments and errors."""
-    return _computed((x, residual, None, None, gate, None, None), (0.0, False, True, None), Norm.none)[1]
-
-
-def _computed(inputs: tuple, request: tuple, norm: Norm | None = None) -> tuple:
-    """Outputs. norm: in place of the one that is asked for; none: y is not computed."""
-    key = _key(inputs, (*request, norm))
-    o = None if key is None else kit.recall(key)
-    if o is not None:
-        return modulated_norm(inputs, o)
-    fitting, o, kernels, alike = _checked(inputs, *request)
-    o = o if norm is None else o._replace(norm=norm)
-    if key is not None and kernels and alike:
-        kit.remember(key, o)
-    return modulated_norm(fitting, o) if kernels else reference(fitting, o)
+    return modulated_norm.checked(_check_sum, reference, (x, residual, None, None, gate, None, None), ())[1]
 
 
 class ModulatedNorm(nn.Module):
@@ -113,23 +99,11 @@ class ModulatedNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}, is_rms_norm={self.is_rms_norm}, affine={self.weight is not None}"
 
 
-def _key(inputs: tuple, request: tuple) -> tuple | None:
-    """All that `_checked` looks at, of an eager call; None of another, or where a number is none of Python's own."""
-    kinds = kinds_of(inputs) if is_eager(()) else None
-    eps, is_rms_norm, prenorm, out_dtype, _ = request
-    plain = type(eps) is float and type(is_rms_norm) is type(prenorm) is bool
-    if kinds is None or not plain or not (out_dtype is None or type(out_dtype) is torch.dtype):
-        return None
-    return kinds, tuple([None if t is None else t.shape for t in inputs]), torch.is_grad_enabled(), request
-
-
-def _checked(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any) -> tuple[tuple, "Options", bool, bool]:
-    """The inputs, of which scale, shift and gate have x's dimensions and one shape; options; whether kernels run; whether those
-    three had one shape already, but for ones."""
+def _check(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any) -> tuple[tuple, "Options", bool]:
+    """The inputs, of which scale, shift and gate have x's dimensions and one shape, unless they had one but for ones; options;
+    whether kernels run."""
     name, (x, residual, scale, shift, gate, weight, bias) = "modulated_norm_fn", inputs
-    checks.check_input(name, x, checks.REFERENCE_DTYPES)
-    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
-    dtypes, N = checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES, x.shape[-1]
+    (kernels, dtypes), N = checks.check_but_fp64(name, x), x.shape[-1]
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, residual=residual)
     checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, weight=weight, bias=bias)
     vectors = {"scale": scale, "shift": shift, "gate": gate}
@@ -147,15 +121,21 @@ def _checked(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype:
     shapes = [t.shape for t in vectors.values() if t is not None]
     most = torch.broadcast_shapes(*shapes)
     scale, shift, gate = (None if t is None else t.expand(most) for t in vectors.values())
-    if out_dtype is not None and out_dtype not in dtypes:
-        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted: {', '.join(map(str, dtypes))}")
+    out_dtype = checks.as_out_dtype(name, out_dtype, x, dtypes)
     if kernels and N > MOST_COLUMNS:
         raise ValueError(f"{name}: x has rows of {N}, expected at most {MOST_COLUMNS} where kernels run")
     flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm)
     norm = Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm
     returns_r = flags["prenorm"] and (residual is not None or gate is not None or torch.is_grad_enabled())  # else it is x
-    o = Options(checks.as_eps(name, eps), norm, out_dtype or x.dtype, returns_r)
-    return (x, residual, scale, shift, gate, weight, bias), o, kernels, all(shape == most for shape in shapes)
+    o = Options(checks.as_eps(name, eps), norm, out_dtype, returns_r)
+    if not (kernels and all(shape == most for shape in shapes)):
+        inputs = x, residual, scale, shift, gate, weight, bias
+    return inputs, o, kernels
+
+
+def _check_sum(inputs: tuple) -> tuple[tuple, "Options", bool]:
+    fitting, o, kernels = _check(inputs, 0.0, False, True, None)
+    return fitting, o._replace(norm=Norm.none), kernels
 
 
 # ---- operator ----------------------------------------------------------------------------------------------------------------
@@ -199,7 +179,7 @@ class Backward(NamedTuple):
 
 
 def reference(i: Any, o: Options) -> Outputs:
-    """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64. i: as `_checked` returns them."""
+    """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64. i: as `_check` returns them."""
     wide = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in i) else torch.float32
     x, residual, scale, shift, gate, weight, bias = (t if t is None else t.to(wide) for t in i)
     r: Any = x if gate is None else gate * x

@@ -382,9 +382,7 @@ class Plan:
             return_dropout_mask=return_dropout_mask, return_statistics=return_statistics,
         )  # fmt: skip
         self.prenorm, zero_centered_weight, residual_in_fp32, self.returns_masks, self.returns_statistics = flags.values()
-        if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
-            raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
-        out_dtype = x.dtype if out_dtype is None else out_dtype
+        out_dtype = checks.as_out_dtype(name, out_dtype, x, dtypes)
 
         residual_dtype = x.dtype
         if residual is not None:
@@ -529,13 +527,8 @@ def _adds(of: Any, o: Options) -> bool:
 
 def empty_outputs(x: Tensor, kinds: Iterable[tuple[torch.dtype, int | None]], rows: int) -> list[Tensor]:
     """kinds: of `records.outputs_of`."""
-    plain = x.dtype if x.is_contiguous() else None
     return [
-        x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
-        if numbers is not None
-        else torch.empty_like(x)
-        if dtype is plain
-        else empty_as(x, dtype)
+        empty_as(x, dtype) if numbers is None else x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
         for dtype, numbers in kinds
     ]
 

@@ -119,13 +119,6 @@ def known_to_inductor(*ops: Any) -> None:
             lowering.make_fallback(op, warn=False)
 
 
-def options_of_mode(mode: str) -> dict[str, Any]:
-    """What a mode of torch.compile stands for, which takes a mode or options."""
-    from torch._inductor import list_mode_options  # takes seconds to import, so only a program that compiles does it
-
-    return list_mode_options(mode)
-
-
 def has_hooks(module: torch.nn.Module, but: int = -1) -> bool:
     """Whether anybody but the module's class sees what it is given and what it gives: hooks other than that with the id `but`,
     hooks of all modules, or a forward that a tool has put on the instance."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import configs
 from configs import ConfigError, keys, machine, rules
-from configs.schema import CUDA_GRAPHS, Parallel, Precision, WandbMode
+from configs.schema import Parallel, Precision, WandbMode
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
 from model import GPT
@@ -145,12 +145,10 @@ def _checked(study: Study) -> Study:
     for arm, rate, seed in product(study.arms, study.rates, study.seeds):
         rules.check(arm.at(rate, seed), on)
     for cfg in (arm.cfg for arm in study.arms):
-        graphs = cfg.train.compile and cfg.train.compile_mode in CUDA_GRAPHS
-        if graphs or cfg.train.precision is Precision.fp16 or cfg.parallel is not Parallel.auto or cfg.profile:
+        if cfg.train.precision is Precision.fp16 or cfg.parallel is not Parallel.auto or cfg.profile:
             raise ConfigError(
-                f"train.precision={cfg.train.precision}, train.compile_mode={cfg.train.compile_mode}, parallel={cfg.parallel}, "
-                f"profile={keys.shown(cfg.profile)}: compare.py takes train.precision=bf16 or fp32, "
-                "train.compile_mode=default, parallel=auto and profile=false."
+                f"train.precision={cfg.train.precision}, parallel={cfg.parallel}, profile={keys.shown(cfg.profile)}: "
+                "compare.py takes train.precision=bf16 or fp32, parallel=auto and profile=false."
             )
         if 0 < (cfg.compare.timing_cycles or 0) < LEAST_SAMPLES:
             raise ConfigError(

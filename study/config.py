@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hydra.core.config_store import ConfigStore
-
 import configs
+from configs import compose
 from configs.schema import key
 
 
@@ -36,4 +35,4 @@ class Config(configs.Config):
     compare: CompareConfig = field(default_factory=CompareConfig)
 
 
-ConfigStore.instance().store(name="compare_schema", node=Config)
+compose.register(Config)

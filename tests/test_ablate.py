@@ -1,6 +1,7 @@
 """python ablate.py: what it leaves behind, what it says, how it ends."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -104,6 +105,7 @@ def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_
         ("deterministic=true profile=true", "deterministic would change the operators. Leave it out.\nprofile is done by"),
         ("ablate.arms=[torch,fuse]", "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean"),
         ("ablate.switch=loss loss.impl=torch", "loss.impl is what ablate.py compares."),
+        ("ablate.switch=mlp", "mlp.impl is read only with model.activation=swiglu; here model.activation=gelu."),
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
         ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
@@ -152,7 +154,7 @@ def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(
     found = ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED, FUSED_AGAIN} and parity.arm == FUSED and not parity.holds
-    assert any("Compared: loss.impl. All arms have norm.impl=torch, mlp.impl=fused." in note for note in found.notes)
+    assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
     assert "parity FAILS" in (here() / "report.md").read_text(encoding="utf-8")
 
 
@@ -196,6 +198,25 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     capsys.readouterr()
     assert ablate.main([*command, f"folder={folder}", "resume=auto"]) == 0 and len(ablations) == 1
     assert capsys.readouterr().out == f"runs/{folder.name} has finished: runs/{folder.name}/report.md\n"
+
+
+def test_seeds_of_parity_are_kept_and_not_made_again(tiny, here, measured, monkeypatch, ablations):
+    made, run_seed = [], ablate.parity.run_seed
+
+    def stopping(cfg, seed, *rest):
+        made.append(seed)
+        if len(made) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        run = run_seed(cfg, seed, *rest)
+        run.losses[TORCH][1] = math.inf
+        return run
+
+    monkeypatch.setattr(ablate.parity, "run_seed", stopping)
+    assert ablate.main(tiny) == 130
+    assert ablate.main([*tiny, f"folder={here()}", "resume=auto"]) == 1
+    (found,) = ablations[-1].parity
+    assert made == [1, 2, 2] and found.seeds == [1, 2] and found.verdict == "Parity fails: the loss of torch is not finite."
+    assert {len(of) for of in found.distances.values()} == {2}
 
 
 @pytest.mark.gpu

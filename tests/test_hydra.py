@@ -25,7 +25,7 @@ def asked(monkeypatch, tmp_path):
     jobs = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg, [], configs.Config)))
+        train, "job", lambda _, cfg: jobs.append((HydraConfig.get().runtime.output_dir, compose.typed(cfg, configs.Config)))
     )
     return jobs
 
@@ -34,9 +34,9 @@ def asked(monkeypatch, tmp_path):
 def own(tmp_path):
     """A folder with an option `mine` of two groups."""
     for group, text in OWN.items():
-        (tmp_path / "own=mine" / group).mkdir(parents=True)
-        (tmp_path / "own=mine" / group / "mine.yaml").write_text(text)
-    return tmp_path / "own=mine"
+        (tmp_path / "own" / group).mkdir(parents=True)
+        (tmp_path / "own" / group / "mine.yaml").write_text(text)
+    return tmp_path / "own"
 
 
 def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder(asked, tmp_path):
@@ -71,15 +71,16 @@ def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, ov
     [
         ("-m norm.impl=fused,toch", "norm.impl: Invalid value 'toch', expected one of [fused, torch, compiled"),
         ("-m seed=1,2 model.heads=4,3", "(in the job device=cpu seed=1 model.heads=3)"),
-        ("-m seed=1,2 norm.alpha=1", "norm.alpha is read only with norm.kind=dyt or derf"),
-        ("-m optim.lr=interval(0,1)", "optim.lr=interval(0,1): gives no values to sweep. List them: optim.lr=A,B."),
+        ("-m seed=1,2 norm.alpha=1", "norm.alpha is read only with norm.kind=dyt,derf; here norm.kind=layernorm"),
+        ("-m optim.lr=interval(0,1)", "BasicSweeper does not support sweep type : INTERVAL"),
         ("hydra.run.di=a", "hydra.run.di: Key 'di' not in 'RunDir'."),
         ("--cfg job seed=1,2", "To sweep over it, add --multirun"),
         ("-m --cfg job", "Only one of --run, --multirun, --cfg"),
         ("study=first", "Could not override 'study'. No match in the defaults list."),
         ("+foo=1", "error: foo: no such key."),
         ("--config-name=none", "Cannot find primary config 'none'."),
-        ("resume=atuo", "resume=atuo: no such run. Did you mean auto?"),
+        ("resume=atuo", "error: atuo: no checkpoint there. Give a run's folder, or a checkpoint"),
+        ("ablate.cycles=6", "ablate: ablate.py has such keys, train.py has none. `python ablate.py --help` lists them."),
         ("hydra.run.dir=mine model.heads=3", "model.heads=3 does not divide"),
     ],
 )
@@ -119,7 +120,7 @@ def test_options_of_a_folder_of_ones_own_stand_beside_ours_and_their_mistakes_ar
     (own / "model" / "wrong.yaml").write_text("layer: 3\n")
     assert train.main([*command, "model=wrong"]) == 2
     said = capsys.readouterr().err
-    assert "experiment=mnie: no such option. Did you mean mine?" in said
+    assert "Did you mean mine?" in said
     assert "model.layer: no such key. Did you mean model.layers?" in said
     (own / "study").mkdir()
     (own / "study" / "ours.yaml").write_text("# @package compare\nclaim: It is so.\n")

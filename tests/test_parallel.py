@@ -84,7 +84,7 @@ def test_a_refused_command_is_explained_and_the_reason_stands_last(tiny, tmp_pat
     err = torchrun(tmp_path, [*tiny, "train.batch_size=7"]).finish().stderr
     cause = "train.batch_size=7 can't be cut into equal micro-batches"
     own, _, torchruns = err.partition("Root Cause")
-    assert own.count(cause) == torchruns.count(cause) == 1, "once by the first rank, and at the end of torchrun's report"
+    assert own.count(cause) == 1 and cause in torchruns[-400:], "once by the first rank, and at the end of torchrun's report"
     assert not any(tmp_path.glob("runs/*"))
 
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from configs import Config, as_config_errors
-from configs.schema import Parallel, TrainConfig
+from configs.schema import Parallel
 from model import GPT
 from model.loss import TWO_PASSES
-from ops.torch_state import options_of_mode
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World
 from training.optimizer import make_optimizer
@@ -67,7 +66,7 @@ def build(
         restore(state)
     forward: Callable[..., Tensor] = model
     if cfg.train.compile and not sharded:
-        forward = compile_model(model, cfg.train)
+        forward = compile_model(model)
     return Built(model, state, world.replicate(forward))
 
 
@@ -81,9 +80,9 @@ def is_fsdp(parallel: Parallel) -> bool:
             assert_never(parallel)
 
 
-def compile_model(model: GPT, train: TrainConfig) -> Callable[..., Tensor]:
-    """The whole model through torch.compile, in one graph, in the mode train.compile_mode."""
-    return torch.compile(model, fullgraph=True, options={**options_of_mode(train.compile_mode), **TWO_PASSES})
+def compile_model(model: GPT) -> Callable[..., Tensor]:
+    """The whole model through torch.compile, in one graph."""
+    return torch.compile(model, fullgraph=True, options=TWO_PASSES)
 
 
 @torch.no_grad()

@@ -1,16 +1,12 @@
 """How programs of `hydra.main` begin and end, and what Hydra asks them: names of folders, and the text of --help."""
 
-import json
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache
-from itertools import compress, pairwise
-from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +16,20 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+import configs
 from configs import Config, ConfigError, compose, machine
-from measure.environment import environment
 from measure.files import StorageError
 from training.distributed import World, join
 from training.interrupt import exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
 
 NO_FOLDER = "resume=auto goes on in the folder that the command names: add folder=runs/NAME (in a sweep that of the sweep)."
-PATHS = ("--config-dir", "-cd", "--config-path", "-cp")  # options whose value may have a =
-TORCHRUN = "TORCHELASTIC_ERROR_FILE"  # the variable with the file of which torchrun reports why a rank failed
 
 full_errors = False  # whether the user has set HYDRA_FULL_ERROR=1; programs set it themselves
 
 
 class Failed(Exception):
-    """A job of a sweep has failed with this exit code, and said why. The others still run."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    """A job of a sweep has failed, and said why. The others still run. Its argument is the exit code."""
 
 
 @cache
@@ -69,7 +59,7 @@ def start(
 
     Returns:
         The exit code. 0: done. 1: NaN, or a full disk. 2: an error in the config. 128 plus the signal's number: a signal. For
-        a sweep, the highest of its runs.
+        a sweep, that of its first run that failed.
     """
     global full_errors
     take_any_encoding()
@@ -82,23 +72,18 @@ def start(
     started()
 
     def template(*, _root_: DictConfig) -> str:  # in which Hydra takes a single $ for a name
-        text = help_text(compose.typed(_root_, _root_.hydra.overrides.task, of))
+        text = help_text(configs.compose_only(_root_.hydra.overrides.task, of))
         return text.replace("$", "$$").replace("$$APP_CONFIG_GROUPS", "$APP_CONFIG_GROUPS")
 
     OmegaConf.register_new_resolver("prenorm.help", template, replace=True)
     before, given = sys.argv, sys.argv[1:] if arguments is None else arguments
     # overrides come first: argparse would take those behind an option for another list of arguments
-    behind = [is_override(text, after) for after, text in pairwise(["", *given])]
-    sys.argv = [*before[:1], *compress(given, behind), *compress(given, map(not_, behind))]
-    if of.together and {text.partition("=")[0] for text in given if text.startswith("-")} <= {*PATHS}:
+    sys.argv = [*before[:1], *sorted(given, key=lambda text: not re.match(r"[^-].*=|~", text))]
+    if of.together and all(text.startswith(("--config-", "-cd", "-cp")) for text in given if text.startswith("-")):
         sys.argv.append("-m")  # hydra.mode is not known where the config has an error: Hydra would then refuse several values
     try:
-        if "--version" in given:
-            facts = environment(torch.device("cpu"))
-            show(f"prenorm {facts['versions']['prenorm']}, git {facts['git']}, torch {facts['versions']['torch']}")
-        else:
-            with compose.explained(of):
-                task()
+        with compose.explained(of):
+            task()
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
     except KeyboardInterrupt:  # before the first step, from which on Interrupt handles it, or the second one
@@ -119,15 +104,11 @@ def start(
     return code
 
 
-def is_override(text: str, after: str) -> bool:
-    """Whether an argument that stands after another is no option, nor the path of one."""
-    return ("=" in text or text.startswith("~")) and not text.startswith("-") and after not in PATHS
-
-
 def report(error: Exception) -> int:
     """Says why the work of a command ends, once for all ranks. Returns the exit code. Raises an error that nobody foresaw."""
     if isinstance(error, Failed):
-        return error.code
+        return error.args[0]
+    get_error_handler().record_exception(error)  # torchrun reports why a rank has failed
     if isinstance(error, ConfigError):
         code, text = 2, f"error: {error}"
     elif isinstance(error, NonFiniteError | StorageError):
@@ -135,16 +116,15 @@ def report(error: Exception) -> int:
     elif isinstance(error, torch.OutOfMemoryError) and world().size == 1:
         hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
         code, text = 1, f"out of memory: {str(error).splitlines()[0]}\n{hint}"
-    else:
-        get_error_handler().record_exception(error)  # torchrun's report of this rank then has the traceback
+    elif world().size == 1:
         raise error
+    else:
+        traceback.print_exception(error)
+        raise SystemExit("This rank ends, and torchrun ends the others.")
     if world().leads:
         if full_errors:
             traceback.print_exception(error)
         show(text, sys.stderr)
-        if TORCHRUN in os.environ:  # its report then ends with the message, which a traceback would hide
-            said = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": f"{int(time.time())}"}}
-            Path(os.environ[TORCHRUN]).write_text(json.dumps({"message": said}), encoding="utf-8")
     return code
 
 

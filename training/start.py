@@ -7,7 +7,6 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
                a new folder
 """
 
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,20 +16,18 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import configs
 import ops
-from configs import Config, ConfigError, as_config_errors, compose, keys, machine, rules
+from configs import Config, ConfigError, as_config_errors, compose, machine, rules
 from configs.machine import Machine
 from configs.schema import NormImpl, Parallel, Precision
 from data import Corpus, identity
-from measure.files import relative
+from measure.files import StorageError, relative
 from training import checkpoint, storage, tracking
 from training.command import NO_FOLDER, Failed, names_folder, report, use_one_thread, world
 from training.distributed import ALONE, World
 from training.interrupt import show
-from training.metrics import NonFiniteError
 from training.precision import MixedPrecision, set_deterministic
 from training.run import Run, Start, Summary, open_run
 
@@ -47,7 +44,7 @@ def job(train: Train, composed: DictConfig) -> float | None:
     Raises:
         Failed, SystemExit: in a sweep or not; why has been printed.
     """
-    asked, here = HydraConfig.get(), world()
+    asked = HydraConfig.get()
     sweep, overrides = asked.mode is RunMode.MULTIRUN, list(asked.overrides.task)
     use_one_thread()  # a launcher may have started this process
     if sweep:
@@ -55,13 +52,10 @@ def job(train: Train, composed: DictConfig) -> float | None:
     try:
         return _run(train, composed, Path(relative(Path(asked.runtime.output_dir))), overrides, sweep)
     except Exception as error:
-        if sweep and here.size > 1 and not isinstance(error, ConfigError | NonFiniteError):  # which all ranks have
-            traceback.print_exc()
-            get_error_handler().record_exception(error)
-            # the next job of this rank would wait for ranks that still wait in this one
-            raise SystemExit("This rank ends, and torchrun ends the others.") from None
         code = report(error)
-        raise Failed(code) if sweep else SystemExit(code) from None
+        # of several ranks one alone may fail to write: its next job would wait for ranks that still wait in this one
+        goes_on = sweep and not (isinstance(error, StorageError) and world().size > 1)
+        raise Failed(code) if goes_on else SystemExit(code) from None
 
 
 def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str], sweep: bool) -> float:
@@ -71,7 +65,7 @@ def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str],
         if folder.stat().st_ctime >= STARTED:
             folder.rmdir()
     with here.shared_errors():
-        asked = compose.typed(composed, overrides, Config)
+        asked = compose.typed(composed, Config)
         chosen = names_folder(asked) or (sweep and asked.resume != "auto")  # a job of a sweep resumes in its own folder
     origin = here.on_first(lambda: find_start(asked, folder, overrides, chosen=chosen))
     cfg = origin.cfg
@@ -109,11 +103,9 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     auto, this = cfg.resume == "auto", f"resume={cfg.resume}"
     if auto and not chosen:
         raise ConfigError(NO_FOLDER)
-    run = folder if auto else Path(cfg.resume)
+    run = folder if auto else machine.expanded(cfg.resume)
     if run.name == storage.FOLDER:
         run = run.parent
-    if not auto and not run.exists() and (near := keys.did_you_mean(cfg.resume, ["auto", "never"])):
-        raise ConfigError(f"{this}: no such run.{near}")
     with as_config_errors(f"folder={folder}" if auto else this):
         kept, problems = storage.newest(run)
         if kept is None and auto:
@@ -132,8 +124,6 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
     changed = rules.check_resumed(before, cfg, same_corpus)
     in_place = auto or (kept is not None and (here if chosen else not changed))
-    if in_place and not auto:
-        cfg.resume = before.resume  # config.yaml says how the run began
     notes = [f"{problem}; the one before it is used." for problem in problems] + [f"{this}: goes on from {relative(found)}."]
     start = Start(cfg, run if in_place else folder, stored, in_place, notes)
     steps = cfg.train.steps
@@ -173,7 +163,7 @@ def facts(
         "device": f"{device.type}, {hardware}"
         + (f", {world.size} ranks" if world.store else "")
         + (", fsdp" if cfg.parallel is Parallel.fsdp else ""),
-        "precision": str(precision) + (f", compiled ({cfg.train.compile_mode})" if cfg.train.compile else ""),
+        "precision": str(precision) + (", compiled" if cfg.train.compile else ""),
         "step": f"no CUDA graph: {no_graph}" if no_graph else "one CUDA graph, after the first steps",
         "norms": f"{norm.impl} {norm.kind}, {norm.placement}, weight {norm.weight}: {ran}",
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}"

@@ -10,10 +10,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from configs import Config
-from configs.schema import CUDA_GRAPHS, TrainConfig
 from measure.graph import aside, captured, waits
 from measure.timing import describe, free_memory
 from training.checkpoint import TrainState
@@ -62,7 +61,6 @@ class TrainingStep:
         self.record, self.graph, self.evaluation, self.say = record, graph, evaluation, say
         self.loss = self.grad_norm = torch.tensor(math.nan)  # before the first step
         self.parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-        self._keeps_gradients = cfg.train.accumulation > 1 and makes_cuda_graphs(cfg.train)
         self._warm_ups = 0
         # PyTorch captures on a stream that is not the default one, and warms up on the same
         self._stream: Any = torch.cuda.Stream(precision.device) if graph else None
@@ -77,8 +75,6 @@ class TrainingStep:
         """The step that `inputs.load` has named."""
         number, tokens, targets, seeds, rate = self.inputs.read()
         pieces, state = self.cfg.train.accumulation, self.state
-        if self._keeps_gradients:
-            allocate_gradients(state.model)
         total = torch.zeros((), device=self.precision.device)
         for piece, (x, y) in enumerate(zip(tokens.chunk(pieces), targets.chunk(pieces), strict=True)):
             last = piece == pieces - 1
@@ -96,7 +92,7 @@ class TrainingStep:
         self.grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, clip_norm)).detach()
         state.scaler.step(state.optimizer)
         state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        state.optimizer.zero_grad()
         self.loss = self.world.sum(total) / self.world.size
         self.record(number, self.loss, self.grad_norm)
 
@@ -137,18 +133,5 @@ class TrainingStep:
 
     def _give_up(self, why: str) -> None:
         self._make, self.graph = self.update, False
-        self.state.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        self.state.optimizer.zero_grad()
         self.say(f"No CUDA graph of the step: {why}. It goes on without; train.graph=false leaves the attempt out.")
-
-
-def makes_cuda_graphs(train: TrainConfig) -> bool:
-    """Of forward and backward, by torch.compile."""
-    return train.compile and train.compile_mode in CUDA_GRAPHS
-
-
-def allocate_gradients(model: nn.Module) -> None:
-    """Zeros where there is no gradient, for backward to add to. A CUDA graph of torch.compile returns each gradient in memory
-    of its own, and the next micro-batch overwrites what is still there."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)

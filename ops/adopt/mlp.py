@@ -32,7 +32,6 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
-    "relu2": lambda z: F.relu(z).square(),
 }
 
 

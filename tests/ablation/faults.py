@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from ops import activation_fn, gated_activation_fn, linear_cross_entropy_fn, norm_fn
+from ops import gated_activation_fn, linear_cross_entropy_fn, norm_fn
 
 
 def wrong_eps(eps):
@@ -77,13 +77,13 @@ def loss_without_a_row(hidden, weight, targets, **options):
     return linear_cross_entropy_fn(hidden[1:], weight, targets[1:], **options)
 
 
-def another_gelu(x, bias, _):
-    """GELU itself, in place of its approximation."""
-    return activation_fn(x, bias, "gelu")
+def another_gate(x, activation):
+    """GELU in place of SiLU."""
+    return gated_activation_fn(x, activation="gelu")
 
 
-def bias_in_bf16(x, bias, activation):
-    return activation_fn(x, bias.bfloat16().to(bias.dtype), activation)
+def gate_in_bf16(x, activation):
+    return gated_activation_fn(x.bfloat16().to(x.dtype), activation=activation)
 
 
 def gate_gradient_off(*args, **options):

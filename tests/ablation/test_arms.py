@@ -134,7 +134,7 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
     assert found.keys() == set(ARMS) and len(kept) == 6 and not failed
     of_torch = [place for name, _, _, _, place in blocks if name == TORCH]
     assert of_torch[::2] == of_torch[1::2] and set(Counter(of_torch[2:]).values()) == {4}, "of six cycles two in each place"
-    arms[TORCH].cfg.train.compile, arms[TORCH].cfg.train.compile_mode = True, "reduce-overhead"  # CUDA graphs: places stay
+    arms[TORCH].update.graph = True  # which has addresses: places stay
     runs.clear()
     timing.time_arms(arms)
     assert len({run[4] for run in runs if run[0] == TORCH}) == 1

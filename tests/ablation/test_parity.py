@@ -67,7 +67,8 @@ def test_the_kernels_pass_on_a_gpu(tiny, dtype):
 
 ONE_SEED = ("ablate.parity_seeds=1",)
 GPT2 = ("model.width=768", "model.heads=12", "model.layers=1", "ablate.parity_steps=1", "ablate.parity_seeds=2")
-MLP, LOSS, CAPPED = "ablate.switch=mlp", "ablate.switch=loss", ("loss.softcap=20.0", "loss.z_loss=1e-3")
+MLP = ("ablate.switch=mlp", "model.activation=swiglu")
+LOSS, CAPPED = "ablate.switch=loss", ("loss.softcap=20.0", "loss.z_loss=1e-3")
 RIGHT = (None, faults.handmade)  # made as the faulty ones are
 
 
@@ -92,19 +93,18 @@ RIGHT = (None, faults.handmade)  # made as the faulty ones are
         (faults.loss_regularised, BF16, (LOSS,)),
         (faults.loss_gradient_off, BF16, (LOSS,)),
         (faults.loss_without_a_row, FP32, (LOSS, *ONE_SEED)),
-        (None, FP32, (MLP,)),
-        (None, BF16, (MLP, "model.activation=swiglu")),
-        (faults.another_gelu, FP32, (MLP,)),
-        (faults.bias_in_bf16, FP32, (MLP,)),
-        (faults.gate_gradient_off, BF16, (MLP, "model.activation=swiglu")),
+        *((None, dtype, MLP) for dtype in (FP32, BF16)),
+        (faults.another_gate, FP32, MLP),
+        (faults.gate_in_bf16, FP32, MLP),
+        (faults.gate_gradient_off, BF16, MLP),
     ],
 )
 def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options(tiny, fault, dtype, keys, monkeypatch):
     module, operator = model.sites, "norm_fn"
     if LOSS in keys:
         module, operator = model.loss, "linear_cross_entropy_fn"
-    elif MLP in keys:
-        module, operator = model.mlp, "gated_activation_fn" if "model.activation=swiglu" in keys else "activation_fn"
+    elif keys == MLP:
+        module, operator = model.mlp, "gated_activation_fn"
     monkeypatch.setattr(module, operator, fault or getattr(module, operator))
     result = found(tiny(*keys), dtype)
     assert result.holds == (fault in RIGHT), result.verdict

@@ -1,6 +1,5 @@
 """The norm cases: the bytes that they must move, who computes them, and the check that they did."""
 
-from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -21,7 +20,8 @@ def shape_of(name, residual="fp32", weights="bf16", rows=70, width=256):
 
 def check(shape, function):
     (inputs,) = make_inputs(shape, 1, torch.device("cpu"))
-    bandwidth.check(partial(norms.reference, shape), norms.CHECKED, inputs, function, backward=True)
+    task = norms.task(shape)
+    bandwidth.check(task.reference, task.checked, inputs, function, backward=True)
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,18 @@ def test_marker_of_what_is_not_there_is_an_error_or_says_what_records_it(folder)
     for marker, message in {
         "norm nvidia-h200": "no table 'norm'; there are norms_models, sites, rotary, losses, .*, headline, study and origin",
         "norms_models nvidia-h200 (768)": "not of the form",
-        "ablation nvidia-h200 gpt3": r"gpt3/report\.json",
     }.items():
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
+        with pytest.raises(ValueError, match=message):
             rewritten(marker, folder)
-    assert "Not recorded on nvidia-h200 yet: `python -m benchmarks.records sites`" in rewritten("sites nvidia-h200", folder)
+    for marker, name in (("sites nvidia-h200", "sites"), ("ablation nvidia-h200 gpt2", "gpt2"), ("headline cpu gpt2", "gpt2")):
+        assert f" yet: `python -m benchmarks.records {name}`" in rewritten(marker, folder)
+
+
+def test_a_row_of_the_first_table_whose_cell_is_not_recorded_is_an_error(folder, monkeypatch):
+    ablations.save(results.ablation(), folder / "nvidia-h200" / "ablation" / "gpt2")
+    monkeypatch.setitem(readme.HEADLINE, ("gpt2", "graph"), "GPT-2 as a graph")
+    with pytest.raises(ValueError, match=r"^'GPT-2 as a graph': the ablation gpt2 has no cell 'graph'"):
+        rewritten("headline nvidia-h200 gpt2", folder)
 
 
 def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choose_some(folder):
@@ -128,7 +135,9 @@ def test_figures_in_prose_are_those_of_the_rows_that_their_marker_names(folder):
 
 
 def test_the_lead_picture_and_that_of_the_norms_are_drawn_beside_their_records(folder, monkeypatch):
-    ablations.save(results.ablation(), folder / "nvidia-h200" / "ablation" / "gpt2")
+    for name in readme.HEADLINED:
+        ablations.save(results.ablation(), folder / "nvidia-h200" / "ablation" / name)
+    monkeypatch.setattr(readme, "HEADLINE", {key: words for key, words in readme.HEADLINE.items() if key[0] == "gpt2"})
     names, drawn = ("traffic", "ours", "torch", "compile", "flash-attn", "liger-kernel", "quack-kernels"), {}
     records = [norm("add_rms", n, name, 0.9, direction="backward", residual="fp32") for n in (1152, 4608) for name in names]
     write(folder / "nvidia-h200" / "norms_models.json", *records, norm("ln", 1024, "ours", 0.8))

@@ -20,14 +20,25 @@ GIT = {"revision": "abc", "dirty": False}
 
 
 @pytest.fixture
-def ran(tmp_path, monkeypatch):
+def broken():
+    """What is in it makes `host` fail."""
+    return []
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch, broken):
     """The commands that it started. They write what the programs would write."""
     commands, here = [], tmp_path / "nvidia-h200"
 
-    def run(words, **_):
+    def run(words, env, stdout, **_):
         commands.append(words[1:])
+        stdout.write(f"on {env['CUDA_VISIBLE_DEVICES']}\n".encode())
+        stdout.flush()
+        if "benchmarks.host" in words and broken:
+            return SimpleNamespace(returncode=1)
         record = {"command": f"python {shlex.join(words[1:])}", "environment": ENVIRONMENT | {"git": GIT}, "unfinished": ""}
-        record["code"] = {"modules": {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}}
+        modules = {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}
+        record["code"] = {"modules": modules, "kernels": {"norm_forward_kernel": ["1"]}}
         folder, files = here, {f"{words[2].removeprefix('benchmarks.').removesuffix('.benchmark')}.json": json.dumps(record)}
         if "--models" in words:
             files = {"norms_models.json": json.dumps(record)}
@@ -42,13 +53,14 @@ def ran(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(records.command, "FOLDER", tmp_path)
+    monkeypatch.setattr(records.command, "SCRATCH", tmp_path / "printed")
     monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | {"git": GIT})
     monkeypatch.setattr(records.subprocess, "run", run)
     monkeypatch.setattr(records.readme, "main", lambda _: commands.append("readme"))
     return commands
 
 
-def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path, monkeypatch):
+def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path, monkeypatch, capsys):
     records.main([])
     assert len(ran) == len(RECORDS) + 1 and ran[-1] == "readme"
     gpt2 = tmp_path / "nvidia-h200" / "ablation" / "gpt2"
@@ -60,10 +72,13 @@ def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path,
     (gpt2 / "report.json").write_text(json.dumps(file | {"unfinished": "1 of 6 parts"}))
     ran.clear()
     records.main([])
-    assert [words[0] for words in ran[:-1]] == ["ablate.py", "-m"], "what was cut short, and what is missing"
+    assert sorted(words[0] for words in ran[:-1]) == ["-m", "ablate.py"], "what was cut short, and what is missing"
     ran.clear()
+    memory = tmp_path / "nvidia-h200" / "memory.json"
+    memory.write_text(memory.read_text().replace('["1"]', '["2"]'))
     records.main(["memory"])
     assert ran[0][1] == "benchmarks.memory" and len(ran) == 2, "by name it is made anew"
+    assert capsys.readouterr().out.count("memory: compiled otherwise than in the earlier record: norm_forward_kernel") == 1
     ran.clear()
     monkeypatch.setitem(GIT, "revision", "def")
     records.main([])
@@ -75,6 +90,40 @@ def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path,
     (tmp_path / "nvidia-h200" / "scaling.json").unlink()
     records.main([])
     assert [words[1] for words in ran[:-1]] == ["study=overview"], "of other code; what needs two GPUs is left out"
+
+
+def test_each_gpu_makes_one_record_at_a_time_and_a_limit_leaves_those_that_would_not_end(ran, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    started = {}
+    run = records.subprocess.run
+
+    def noted(words, env, **more):
+        mine = env["CUDA_VISIBLE_DEVICES"].split(",")
+        assert not [gpu for gpu in mine if gpu in started.values()], "in use"
+        started.update({tuple(words): gpu for gpu in mine[:1]})
+        done = run(words, env=env, **more)
+        started.pop(tuple(words))
+        return done
+
+    monkeypatch.setattr(records.subprocess, "run", noted)
+    records.main(["--minutes", "3.5"])
+    said = capsys.readouterr().out
+    short = [record.name for record in RECORDS if record.minutes < 3.5]
+    assert len(ran) == len(short) + 1 and all(f"{name}, GPU " in said for name in short)
+    assert "scaling is left out: it needs 2 GPUs for 7 minutes" in said and "gpt2 is left out: it needs 1 GPU for 5" in said
+    assert {(tmp_path / "printed" / f"{name}.log").read_text() for name in short} == {"on 4\n", "on 6\n"}
+    ran.clear()
+    records.main([])
+    assert "scaling, GPU 4 and 6: " in capsys.readouterr().out, "the longest first, on both"
+    assert len(ran) == len(RECORDS) - len(short) + 1
+
+
+def test_a_record_that_fails_ends_no_other_and_its_last_lines_are_shown(ran, broken, capsys):
+    broken.append("host")
+    with pytest.raises(SystemExit, match=r"^failed: host$"):
+        records.main(["host", "memory", "rotary", "host"])
+    assert len(ran) == 4 and ran[-1] == "readme"
+    assert "minutes, exit code 1\non " in capsys.readouterr().out
 
 
 def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_they_stand(capsys, monkeypatch):

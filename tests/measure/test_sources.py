@@ -7,8 +7,21 @@ from importlib import import_module
 
 import pytest
 
+import configs
 from measure import sources
-from measure.sources import ROOT, STEP, changes, code, modules_hash, other_versions, ptx_hash, together, tree_hash
+from measure.sources import (
+    ROOT,
+    STEP,
+    changes,
+    code,
+    modules_hash,
+    other_kernels,
+    other_versions,
+    ptx_hash,
+    together,
+    tree_hash,
+)
+from study.config import Config as Study
 
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 SLEEP = "import time; time.sleep(0.001)"
@@ -77,9 +90,29 @@ def test_code_has_the_imported_modules_but_for_tests_and_those_that_say_what_was
     assert found["measure/sources.py"] == tree_hash((ROOT / "measure/sources.py").read_text())
     assert "measure/tables.py" not in found and not [path for path in found if path.startswith(("tests", ".", "/"))]
     assert code()["backward"] in ("one thread", "several threads")
+
+
+def test_several_processes_have_run_one_code_or_are_no_record():
     one, other = ({"modules": {name: "1"}, "kernels": {"k": [name]}, "backward": "one thread"} for name in "ab")
     both = {"modules": {"a": "1", "b": "1"}, "kernels": {"k": ["a", "b"]}, "backward": "one thread"}
     assert together([one, other, one]) == both
+    with pytest.raises(ValueError, match=r"^a changed while this was measured\. Measure all of it anew\.$"):
+        together([one, other, one | {"modules": {"a": "2"}}])
+
+
+def test_the_yaml_files_of_a_config_count_by_their_values(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    configs.compose_only(["model=gpt2", "experiment=shakespeare_char", "study=overview"], Study)
+    modules = {name: of for name, of in code()["modules"].items() if name.endswith(".yaml")}
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    for name in ("compare", "config", "model/gpt2", "data/shakespeare", "experiment/shakespeare_char", "study/overview"):
+        path = tmp_path / "configs" / f"{name}.yaml"
+        text = path.read_text()
+        path.write_text(f"# why\n{text}")
+        assert changes({"code": {"modules": modules}}) is None
+        path.write_text(f"{text}\nanother: 1\n")
+        assert changes({"code": {"modules": modules}}) == f"configs/{name}.yaml has changed"
+        path.write_text(text)
 
 
 def test_processes_agree_in_what_makes_and_times_a_step_and_not_in_what_tells_of_it(tmp_path, monkeypatch):
@@ -88,7 +121,7 @@ def test_processes_agree_in_what_makes_and_times_a_step_and_not_in_what_tells_of
         (tmp_path / name).write_text("x = 1") if name.endswith(".py") else (tmp_path / name).mkdir(exist_ok=True)
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     hashes = [modules_hash(*STEP)]
-    for name in ("training/tracking.py", "measure/plots.py", "training/step.py", "measure/graph.py"):
+    for name in ("training/tracking.py", "measure/plots.py", "training/step.py", "measure/schedule.py"):
         (tmp_path / name).write_text("x = 2")
         hashes.append(modules_hash(*STEP))
     assert hashes[0] == hashes[1] == hashes[2] and len(set(hashes)) == 3
@@ -135,6 +168,11 @@ def test_the_kernels_that_ran_are_named_with_the_hash_of_each_variant(monkeypatc
     monkeypatch.setattr(sys.modules["triton"], "JITFunction", Function)
     monkeypatch.setattr(forward, "norm_forward_kernel", Function())
     assert code()["kernels"] == {"norm_forward_kernel": sorted({ptx_hash(PTX), ptx_hash(PTX.replace("ret", "trap"))})}
+
+
+def test_what_was_compiled_otherwise_is_named_of_the_kernels_that_two_records_share():
+    one, other = ({"code": {"kernels": {name: ["1"], "both": ["1"], "of each": [name]}}} for name in "ab")
+    assert other_kernels(one, other) == ["of each"] and other_kernels(one, {}) == []
 
 
 def compiled(ptx):

@@ -38,9 +38,13 @@ def test_a_librarys_model_is_torchs_up_to_rounding(build, batch, impl, package, 
 @pytest.mark.parametrize(
     ("overrides", "on", "message"),
     [
-        ("norm.impl=flash_attn model.dropout=0.1 norm.dropout_masks=shared", CUDA, "has no norm.dropout_masks=shared"),
-        ("norm.impl=liger model.dropout=0.1", CUDA, "has no model.dropout=0.1 here, but model.dropout=0"),
-        ("norm.impl=quack", CUDA, "has no norm.kind=layernorm here, but norm.kind=rmsnorm"),
+        (
+            "norm.impl=flash_attn model.dropout=0.1 norm.dropout_masks=shared",
+            CUDA,
+            "norm.dropout_masks=native; here model.dropout=0.1, norm.dropout_masks=shared",
+        ),
+        ("norm.impl=liger model.dropout=0.1", CUDA, "needs model.dropout=0; here model.dropout=0.1"),
+        ("norm.impl=quack", CUDA, "needs norm.kind=rmsnorm; here norm.kind=layernorm"),
         ("norm.impl=liger", CPU, "needs a CUDA device; this run is on cpu"),
     ],
 )

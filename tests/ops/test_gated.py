@@ -153,10 +153,21 @@ def test_fp64_is_computed_by_pytorch(device):
         ({"activation": "gelu"}, "activation is 'gelu', accepted: silu, sigmoid"),
         ({"activation": ["silu"]}, r"activation is \['silu'\], accepted: silu, sigmoid"),
         ({"eps": -1.0}, "eps must be a number of 0 or more"),
+        ({"eps": True}, "eps must be a number of 0 or more, got True"),
         ({"out_dtype": torch.int8}, "out_dtype is torch.int8, accepted on"),
     ],
 )
 def test_errors_name_the_argument(device, how, message):
-    given = {"x": torch.ones(2, 8), "z": torch.ones(2, 8), "weight": torch.ones(8)} | how
+    given = {"x": torch.ones(2, 8), "z": torch.ones(2, 8), "weight": torch.ones(8), "eps": 1.0}
+    given, wrong = ({name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in of.items()} for of in (given, how))
+    gated_rms_norm_fn(**given)  # what is remembered of it lets no other pass
     with pytest.raises((ValueError, TypeError), match=f"gated_rms_norm_fn: {message}"):
-        gated_rms_norm_fn(**{name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()})
+        gated_rms_norm_fn(**given | wrong)
+
+
+def test_the_module_checks_its_arguments_and_says_them():
+    for how in ({"group_size": 5}, {"activation": "gelu"}, {"eps": -1.0}):
+        with pytest.raises(ValueError, match=f"GatedRMSNorm: {next(iter(how))}"):
+            GatedRMSNorm(48, **how)
+    expected = "48, eps=1e-06, norm_before_gate=True, group_size=16, activation=silu, zero_centered_weight=False"
+    assert GatedRMSNorm(48, group_size=16).extra_repr() == expected

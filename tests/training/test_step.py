@@ -42,7 +42,7 @@ def step_of(cfg, model, precision=CPU, **options):
     state = TrainState(model, make_optimizer(model, cfg.optim), scaler, tokenizer="")
     batches = Batches(TOKENS, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     inputs = Inputs(batches, cfg, model.dropout_sites, precision.device)
-    forward = compile_model(model, cfg.train) if cfg.train.compile and precision is not CPU else model
+    forward = compile_model(model) if cfg.train.compile and precision is not CPU else model
     return TrainingStep(forward, state, inputs, cfg, precision, **options)
 
 
@@ -87,15 +87,6 @@ def test_a_step_whose_scaled_gradient_overflows_changes_nothing_but_the_scale(ti
         step(number)
     assert step.grad_norm.isfinite() and not torch.equal(next(model.parameters()), kept[0])
     assert all(value.isfinite().all() for of in step.state.optimizer.state.values() for value in of.values())
-
-
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_gradients_are_there_before_the_first_backward_pass_where_cuda_graphs_would_overwrite_them(tiny, mode):
-    cfg, model = gpt([*tiny, "train.accumulation=2"])
-    cfg.train.compile, cfg.train.compile_mode, there = True, mode, []
-    model.register_forward_pre_hook(lambda *_: there.append(model.embedding.weight.grad is not None))
-    step_of(cfg, model)(0)
-    assert there == [mode == "reduce-overhead", True]
 
 
 # ---- as a CUDA graph ---------------------------------------------------------------------------------------------------------
@@ -229,26 +220,6 @@ def test_a_failed_capture_leaves_a_run_that_goes_on_with_the_same_bits(tiny, det
         found.append([p.detach() for p in model.parameters()])
     assert len(said) == 1 and "train.graph=false" in said[0]
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("impl", ["fused", "torch"])
-def test_cuda_graphs_of_torch_compile_give_the_losses_of_the_compiled_model(tiny, impl, accumulation):
-    # shared masks, since a graph draws torch's own elsewhere in the generator's stream
-    given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.1", "model.attention_dropout=0", f"norm.impl={impl}"]
-    given += [f"train.accumulation={accumulation}", *["norm.dropout_masks=shared"] * (impl == "torch")]
-    found = []
-    for mode in ("reduce-overhead", "default"):
-        torch.compiler.reset()
-        on_gpu = ["device=cuda", "train.compile=true", f"train.compile_mode={mode}"]
-        cfg = configs.load([*given, *on_gpu], on=Machine("cuda"))
-        torch.manual_seed(0)
-        step = step_of(cfg, GPT(cfg.model, cfg.norm, vocab_size=20), MixedPrecision(torch.device("cuda"), torch.bfloat16))
-        for number in range(8):
-            step(number)
-            found.append(torch.stack((step.loss, step.grad_norm)).clone())
-    torch.testing.assert_close(found[:8], found[8:], rtol=1e-3, atol=1e-3)
 
 
 # ---- parameters, rates, bits -------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def prepare(variant: Variant) -> Work:
     if cfg.ablate.nanogpt:
         off = nanogpt.check_same_model(nanogpt.load(cfg.ablate.nanogpt), cfg, model.vocab_size)
         show(f"nanoGPT's model and ours compute the same: loss and gradients in fp64 agree to {off:.0e}")
-    others = [switch for switch in Switch if switch is not cfg.ablate.switch and not keys.unmet(switch.key, cfg)]
+    others = [switch for switch in Switch if switch is not cfg.ablate.switch and keys.counts(switch.key, cfg)]
     held = ", ".join(f"{switch.key}={getattr(cfg, switch).impl}" for switch in others)
     # A smaller vocabulary and a smaller batch give the norms a larger share of the time.
     size = [

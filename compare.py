@@ -101,15 +101,14 @@ def runs_of(study: Study, folder: Path, done: Callable[[], object]) -> Runs:
     """
     cfg = study.cfg
     precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
-    here = environment(precision.device)
-    made = comparable(here)
+    facts = comparable(environment(precision.device))
     code()  # of what is loaded, as it is now: its files may change before the report has it
     with as_config_errors():
         # Seeds that are compared at a single rate may be those that choose among several.
-        store = Store(folder / "runs.jsonl", made | {"several rates": len(study.rates) > 1})
+        store = Store(folder / "runs.jsonl", facts | {"several rates": len(study.rates) > 1})
         replace_text(folder / "config.yaml", configs.to_yaml(cfg))
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-        return Runs(study, precision, corpus, store, made | (here["git"] or {}), done)
+        return Runs(study, precision, corpus, store, done)
 
 
 @hydra.main(config_path="configs", config_name="compare", version_base=None)

@@ -3,13 +3,13 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ablation.config import Config, Switch
-from configs.schema import DropoutMasks, LossImpl, MlpImpl, NormImpl
+from ablation.config import Config
+from configs.schema import DropoutMasks
 from data import Batches, Tokenizer
 from measure.comparison import TWIN
 from model import GPT
@@ -55,16 +55,8 @@ class Arm:
 def switched(cfg: Config, arm: str) -> Config:
     """A copy of cfg for an arm: with the implementation that it is named after."""
     cfg = copy.deepcopy(cfg)
-    impl = arm.removesuffix(TWIN)
-    match cfg.ablate.switch:
-        case Switch.norm:
-            cfg.norm.impl = NormImpl(impl)
-        case Switch.loss:
-            cfg.loss.impl = LossImpl(impl)
-        case Switch.mlp:
-            cfg.mlp.impl = MlpImpl(impl)
-        case _:
-            assert_never(cfg.ablate.switch)
+    switch = cfg.ablate.switch
+    getattr(cfg, switch).impl = switch.impls(arm.removesuffix(TWIN))
     return cfg
 
 

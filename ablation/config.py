@@ -66,9 +66,9 @@ def check(cfg: Config, names: Iterable[str]) -> None:
     if broken := [f"{name} {refused[name]}" for name in names if name in refused]:
         raise ConfigError("\n".join(broken))
     switch = cfg.ablate.switch
-    if unmet := keys.unmet(switch.key, cfg):
-        only = keys.only(switch.key, cfg)
-        raise ConfigError(f"ablate.switch={switch}: {switch.key} is read only with {only}; here {', '.join(unmet)}.")
+    if not keys.counts(switch.key, cfg):
+        only = keys.only(switch.key, keys.schema(Config)[switch.key])
+        raise ConfigError(f"ablate.switch={switch}: {switch.key} is read only with {only}; here {keys.here(only, cfg)}.")
     arms, known = cfg.ablate.arms, [*cfg.ablate.switch.impls, NANOGPT]
     given = f"ablate.arms=[{','.join(arms)}]"
     if unknown := [arm for arm in arms if arm not in known]:

@@ -32,7 +32,7 @@ from statistics import stdev
 from typing import Any
 
 from ablation import plots
-from benchmarks import host, memory, report, scaling, study_errors
+from benchmarks import host, memory, report, scaling
 from benchmarks.command import FOLDER
 from measure.comparison import TORCH, TWIN, is_twin
 from measure.environment import LIBRARIES
@@ -52,7 +52,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "host": host.markdown,
     "memory": memory.markdown,
     "scaling": scaling.markdown,
-    "study_errors": study_errors.markdown,
 }
 HEADLINE = {  # what README shows: record and title of a cell, and its name in words
     ("gpt2", "compiled, model.dropout=0.1"): "GPT-2 124M, dropout 0.1, compiled",

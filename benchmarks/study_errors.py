@@ -14,16 +14,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from benchmarks import command
+from benchmarks import command, report
 from benchmarks.command import Record
 from measure.differences import LEVEL, holm
 from measure.progress import progress
-from measure.tables import compact_markdown
 from study.analysis import Report, analyse
 from study.arms import Arm, Study
 from study.config import Config
@@ -118,25 +116,6 @@ def record(kind: Kind, studies: int, draw: np.random.Generator) -> Record:
     return facts | {name: round(share, 4) for name, share in shares.items()} | {"silent": silent}
 
 
-def markdown(file: dict[str, Any]) -> str:
-    header = ["studies of", "arms", "seeds", "a false difference", "with Welch's test", f"{SHIFT:g} found", "interval covers"]
-    rows = [
-        [
-            f"{of['kind']}: {100 * of['fails']:.0f} %" if of["fails"] else of["kind"], str(of["arms"]), str(of["seeds"]),
-            *(f"{100 * of[name]:.1f} %" for name in ("errors", "welch")),
-            *(f"{100 * of[name]:.0f} %" for name in ("power", "covers")),
-        ]
-        for of in file["records"]
-    ]  # fmt: skip
-    silent, studies = (sum(of[name] for of in file["records"] if of["fails"]) for name in ("silent", "studies"))
-    said = (
-        f'Of {studies:,} studies with failed runs "no difference was found" was said of an arm with a failed run in {silent}.'
-    )
-    least = min(of["studies"] for of in file["records"])
-    within = f"Of each kind {least:,} studies are drawn, so 5 % is known to {196 * math.sqrt(0.05 * 0.95 / least):.1f} points."
-    return f"{compact_markdown(header, rows)}\n\n{within} {said}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command.parser("study_errors", __doc__)
     parser.set_defaults(device="cpu")
@@ -147,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in KINDS:
             results.add([record(kind, options.studies, draw)])
             bar.update()
-    print(markdown({"records": results.finish()}))
+    print(report.text(results.finish()))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ SHIFT, FROZEN = 0.02, 0.5
 KEYS = [
     *("experiment=shakespeare_char", "model.layers=4", "model.heads=4", "model.width=128", "model.context=128"),
     *("model.dropout=0.0", "norm.kind=rmsnorm", "train.batch_size=32", "train.steps=250", "optim.lr=3e-3"),
-    *("optim.warmup_steps=null", "eval.every=0", "eval.batches=16", "compare.probe_every=0", "compare.timing_cycles=0"),
+    *("optim.warmup_steps=null", "eval.every=0", "eval.batches=16", "compare.timing_cycles=0"),
     "logging.wandb=disabled",
 ]
 BASE, EQUAL, HANDICAP = "baseline", "another eps", "handicap"

@@ -37,7 +37,6 @@ DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)))
 ARMS: dict[str, dict[str, Any]] = {
     "fused": {"color": INK, "marker": "o", "linestyle": "-", "linewidth": 2.6, "zorder": 5},
     "torch": {"color": "#9ca3af", "marker": "s", "linestyle": "--"},
-    "torch again": {"color": "#e5e7eb", "marker": "s", "linestyle": ":"},
     "compiled": {"color": "#3b82f6", "marker": "^", "linestyle": "-."},
     "flash_attn": {"color": "#0f8a6d", "marker": "D", "linestyle": (0, (5, 1))},
     "liger": {"color": "#b58900", "marker": "v", "linestyle": (0, (3, 1, 1, 1, 1, 1))},
@@ -45,7 +44,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "nanogpt": {"color": "#78716c", "marker": "*", "linestyle": (0, (2, 2))},
 }
 NAMES = {
-    "torch again": "torch again (A/A)",
     "compiled": "compiled norm",
     "flash_attn": "flash-attn",
     "liger": "Liger",

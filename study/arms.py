@@ -79,7 +79,7 @@ class Study:
 
     def facts(self, arm: Arm) -> dict[str, Any]:
         """The keys of an arm that its runs have to agree in."""
-        affecting = {*keys.affecting("weights", "results", "speed"), "compare.diverged", "compare.probe_every", "eval.every"}
+        affecting = {*keys.affecting("weights", "results", "speed"), "compare.diverged", "eval.every"}
         affecting |= {"compare.race_steps"}  # a race compares losses of one step
         every = flat(configs.to_dict(arm.cfg))
         return {key: value for key, value in every.items() if key in affecting - {RATE, SEED}}

@@ -24,7 +24,6 @@ class CompareConfig:
     race_steps: int | None = key(None, "steps after which two rates go on; null: steps / 10; 0: all do", "nothing", at_least=0)
     equal_time: bool = key(False, "train slower arms again, to end when the fastest ends", "nothing", only="sizes={}")
     all_pairs: bool = key(False, "ask whether each pair of arms differs, not the baseline's alone", "nothing", only="sizes={}")
-    probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", "nothing", at_least=0)
     timing_cycles: int | None = key(None, "timing cycles; null: 6, 0 on a CPU", "nothing", only="sizes={}", at_least=0)
 
 

@@ -1,7 +1,6 @@
 """The report of a study: report.md, report.json and pictures, all from the same figures."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,18 +41,13 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         tables.section("Every pair", _markdown(_pairs(made)) if made.pairs else ""),
         tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]) if found.times else ""),
         tables.section("All runs of the search", _markdown(_runs(found, [arm.name for arm in study.arms]))),
-        tables.section("Environment", tables.environment(facts | {"runs by revision": revisions(found)})),
+        tables.section("Environment", tables.environment(facts)),
     )
     replace_text(folder / "report.md", text)
     pairs = [{"arm": arm, "base": base, **asdict(of)} for (arm, base), of in made.pairs.items()]
     told = {"command": facts.get("command"), "environment": facts, "code": code(), "table": table(made)}
     data = {**told, "report": asdict(made) | {"pairs": pairs}, **asdict(found)}
     replace_text(folder / "report.json", json_text(data, indent=1) + "\n")
-
-
-def revisions(found: Found) -> str:
-    counts = Counter(str(run.made.get("revision"))[:8] for run in found.results)
-    return ", ".join(f"{count} of {revision}" for revision, count in counts.items())
 
 
 def words(made: Report) -> str:

@@ -40,7 +40,6 @@ class Result:
     grad_norm: float | None = None  # median over the steps
     spikes: int = 0
     probes: list[dict[str, Any]] = field(default_factory=list)
-    made: dict[str, Any] = field(default_factory=dict)  # by which revision, versions and card
 
     @property
     def last(self) -> float:
@@ -109,7 +108,6 @@ class Runs:
     """Makes the runs that are not there yet, and keeps them.
 
     Args:
-        made: what each line says of code, versions and card.
         done: called after each run.
 
     Raises:
@@ -117,11 +115,10 @@ class Runs:
     """
 
     def __init__(
-        self, study: Study, precision: MixedPrecision, corpus: Corpus, store: Store, made: Mapping[str, Any] | None = None,
-        done: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, study: Study, precision: MixedPrecision, corpus: Corpus, store: Store, done: Callable[[], object] = lambda: None
+    ) -> None:
         self.study, self.precision, self.corpus, self.store = study, precision, corpus, store
-        self.made, self.done = dict(made or {}), done
+        self.done = done
         self.found = Found(study.cfg.compare.diverged)
         for line in store.lines:
             self.found.add(line)
@@ -143,7 +140,6 @@ class Runs:
 
     def keep(self, arm: Arm, line: dict[str, Any]) -> None:
         self.store.agree(self.study.facts(arm), arm.name)
-        line["made"] = self.made
         self.store.add(line)
         self.found.add(line)
 
@@ -173,14 +169,14 @@ def train(engine: Engine, name: str, stage: str, found: Found, end: int) -> Resu
     """One run, from a state that `Engine.begin` made."""
     cfg, total = engine.cfg, engine.cfg.train.steps
     every = cfg.eval.every or total
-    look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
+    look = max(total // 4, 1)  # steps between probes
     # Before training all windows tell the same, and the whole validation set takes as long as a hundred steps of a small model.
     result = Result(name, stage, cfg.optim.lr, cfg.seed, total, [[0, engine.evaluate(most=1)]])
-    stops = sorted({*range(every, end, every), *(range(look, end, look) if look else ()), end})
+    stops = sorted({*range(every, end, every), *range(look, end, look), end})
     for stop in stops:
         engine.advance(stop - engine.step)
         losses = engine.losses[:stop].cpu()
-        if look and (stop % look == 0 or stop == total):
+        if stop % look == 0 or stop == total:
             result.probes.append({"step": stop, **probe(engine)})
         if stop % every == 0 or stop == end:
             loss = engine.evaluate()

@@ -3,16 +3,13 @@
 from benchmarks import parity_errors, study_errors
 
 
-def test_drawn_studies_are_recorded_by_kind_and_told_in_a_table(recorded, monkeypatch):
+def test_drawn_studies_are_recorded_and_told_by_kind(recorded, monkeypatch):
     monkeypatch.setattr(study_errors, "KINDS", [study_errors.KINDS[0], study_errors.KINDS[-2]])
     file, printed = recorded(study_errors, "--studies", "4")
     one, searched = file["records"]
     assert (one["arms"], one["seeds"], searched["fails"]) == (1, 3, 0.3) and searched["silent"] == 0
     assert all(0 <= of[name] <= 1 for of in (one, searched) for name in ("errors", "welch", "power", "covers"))
-    assert (
-        f"| {one['kind']} | 1 | 3 | {100 * one['errors']:.1f} % |" in printed
-        and "was said of an arm with a failed run in 0" in printed
-    )
+    assert all(f"{of['kind']}  " in printed for of in (one, searched)) and "silent" in printed
 
 
 def test_a_run_of_the_parity_test_is_drawn_of_the_seeds_and_correct_arms_hold(tiny, recorded):

@@ -34,11 +34,11 @@ HEAD = """# What `adopt` fuses, model by model
 
 Written by `python -m adoption.table`, which adopts tiny models with random weights in one call each, without a layout
 ([adopting](adopt.md)).
-"Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream. "Sums"
-are kinds of residual sums that are one kernel together with the norm, scale or dropout of their branch. "Rotary": attention
-modules that turn queries and keys in one kernel, with or without norms of them before. "MLP": gated MLPs that compute the
-activation and the product in one kernel. Parity: the outputs and all gradients in fp32 before and after, and a step in
-training.
+"Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream.
+"Modulated" are norms that are one kernel with the scale and shift of each sample. "Sums" are kinds of residual sums that are
+one kernel together with the norm, scale, gate or dropout of their branch. "Rotary": attention modules that turn queries and
+keys in one kernel, with or without norms of them before. "MLP": gated MLPs that compute the activation and the product in one
+kernel. Parity: the outputs and all gradients in fp32 before and after, and a step in training.
 
 """
 

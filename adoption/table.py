@@ -27,20 +27,6 @@ from ops import Adoption, adopt
 
 MODELS = tomllib.loads(Path(__file__).with_name("models.toml").read_text())
 TINY = {field: int(value) for value, fields in MODELS["sizes"].items() for field in fields.split()} | MODELS["others"]
-DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "UNet2DConditionModel": (
-        {"block_out_channels": (32, 32), "layers_per_block": 1, "cross_attention_dim": 32, "attention_head_dim": 8,
-         "norm_num_groups": 8, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")},
-        {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), "encoder_hidden_states": torch.randn(2, 5, 32)},
-    ),
-    "DiTTransformer2DModel": (
-        {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2,
-         "sample_size": 8},
-        {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), "class_labels": torch.tensor([1, 2])},
-    ),
-}  # fmt: skip
-
 
 _results = partial(results_of, loss=default_loss)
 TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
@@ -48,22 +34,22 @@ HEAD = """# What `adopt` fuses, model by model
 
 Written by `python -m adoption.table`, which adopts tiny models with random weights in one call each, without a layout
 ([adopting](adopt.md)).
-"Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream. "Sums"
-are kinds of residual sums that are one kernel together with the norm, scale or dropout of their branch. "Rotary": attention
-modules that turn queries and keys in one kernel, with or without norms of them before. "MLP": gated MLPs that compute the
-activation and the product in one kernel. Parity: the outputs and all gradients in fp32 before and after, and a step in
-training.
+"Adds" are norms whose kernel also adds: the residual sum before the norm, or in backward both gradients of the stream.
+"Modulated" are norms that are one kernel with the scale and shift of each sample. "Sums" are kinds of residual sums that are
+one kernel together with the norm, scale, gate or dropout of their branch. "Rotary": attention modules that turn queries and
+keys in one kernel, with or without norms of them before. "MLP": gated MLPs that compute the activation and the product in one
+kernel. Parity: the outputs and all gradients in fp32 before and after, and a step in training.
 
 """
 
 
 def main(names: list[str]) -> None:
-    """names: models of `MODELS` and DIFFUSERS; all if there is none."""
+    """names: models of `MODELS`; all if there is none."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     known = dict.fromkeys(MODELS["transformers"].split(), _of_transformers)
     known |= {f"timm/{name}": _of_timm for name in MODELS["timm"].split()} if find_spec("timm") else {}
-    known |= {f"diffusers/{name}": _of_diffusers for name in DIFFUSERS} if find_spec("diffusers") else {}
+    known |= {f"diffusers/{name}": _of_diffusers for name in MODELS["diffusers"]} if find_spec("diffusers") else {}
     rows = []
     for name in names or known:
         torch.manual_seed(0)
@@ -97,8 +83,10 @@ def _of_timm(name: str) -> tuple[nn.Module, Any]:
 
 
 def _of_diffusers(name: str) -> tuple[nn.Module, Any]:
-    config, batch = DIFFUSERS[name]
-    return getattr(import_module("diffusers"), name)(**config), batch
+    of: Any = MODELS["diffusers"][name]
+    batch = {name: torch.randn(shape) for name, shape in of["floats"].items()} | of.get("others", {})
+    batch |= {name: torch.tensor(value) if isinstance(value, list) else value for name, value in of.get("integers", {}).items()}
+    return getattr(import_module("diffusers"), name)(**of["config"]), batch
 
 
 def _of_transformers(name: str) -> tuple[nn.Module, Any]:

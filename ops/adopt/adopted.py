@@ -20,6 +20,7 @@ class Adopted(nn.Module):
     """Its direct subclasses are the kinds of such modules. Its names are private, as modules have names of their own."""
 
     _what = ""  # what a module of this kind computes in one kernel, in words
+    _ours: Callable[[Any, Callable], Callable] | None = None  # from how, and its own forward, to the one in its place
 
     _kind: Any
     _own: Any  # the module's class before
@@ -29,8 +30,10 @@ class Adopted(nn.Module):
 
     @classmethod
     def _made(cls, own: Any, how: Any, recognised: Any) -> dict[str, Any]:
-        """What a class of this kind has."""
-        return {}
+        """What a class of this kind has: by default a forward, where the kind has `_ours`."""
+        if recognised is None or cls._ours is None:
+            return {}
+        return {"forward": in_place_of(recognised, own, cls._ours(how, recognised))}
 
     def _give_back(self) -> None:
         """What is to be undone beside class and attributes."""
@@ -43,7 +46,7 @@ class Adopted(nn.Module):
         cls = type(self)
         if "_own" not in vars(cls):  # of another tool's class, as a parametrization's, which refuses this
             return super().__reduce_ex__(protocol)
-        return _rebuild, (cls._kind, cls._own, cls._how, self.has_own_forward()), dict(vars(self))
+        return _rebuild, (cls._kind, cls._own, cls._how, self.has_own_forward()), self.__getstate__()
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gated import Gate, Options, gated_rms_norm_fn, reference
-from .adopted import Adopted, in_place_of, is_known
+from .adopted import Adopted, is_known
 from .recognise import GRADIENT_TOLERANCE, OUT_DTYPES, TOLERANCE, undisturbed
 from .stand_ins import clone_of
 
@@ -39,29 +39,25 @@ class AdoptedGatedNorm(Adopted):
 
     _how: GatedFormula
 
-    @classmethod
-    def _made(cls, own: Any, formula: GatedFormula, recognised: Any) -> dict[str, Any]:
-        return {} if recognised is None else {"forward": in_place_of(recognised, own, _ours(formula, recognised))}
+    @staticmethod
+    def _ours(formula: GatedFormula, own: Callable) -> Callable:
+        """The forward that runs in place of the module's own."""
+        o = formula.options
+        options = o.eps, o.norm_before_gate, o.group_size, o.activation.name, o.zero_centered_weight
 
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(formula.arguments, args, strict=False)), **kwargs}
+            x, z = map(cast(Any, given).get, formula.arguments)
+            if len(args) + len(kwargs) != 2 or not (is_known(x) and is_known(z)) or x.shape != z.shape:
+                return own(self, *args, **kwargs)  # without a gate, or what it raises
+            if x.dtype != z.dtype and not formula.takes_any_gate:
+                return own(self, *args, **kwargs)
+            if not x.is_contiguous() and not torch.empty_like(x, device="meta").is_contiguous():
+                return own(self, *args, **kwargs)  # whose result lies in memory as x does, transposed
+            weight = getattr(self, formula.weight)  # which a parametrization or FullyShardedDataParallel may compute
+            return gated_rms_norm_fn(x, z, weight, *options, OUT_DTYPES[formula.out_dtype](x.dtype, weight.dtype))
 
-def _ours(formula: GatedFormula, own: Callable) -> Callable:
-    """The forward that runs in place of the module's own."""
-    o = formula.options
-    options = o.eps, o.norm_before_gate, o.group_size, o.activation.name, o.zero_centered_weight
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(formula.arguments, args, strict=False)), **kwargs}
-        x, z = map(cast(Any, given).get, formula.arguments)
-        if len(args) + len(kwargs) != 2 or not (is_known(x) and is_known(z)) or x.shape != z.shape:
-            return own(self, *args, **kwargs)  # without a gate, or what it raises
-        if x.dtype != z.dtype and not formula.takes_any_gate:
-            return own(self, *args, **kwargs)
-        if not x.is_contiguous() and not torch.empty_like(x, device="meta").is_contiguous():
-            return own(self, *args, **kwargs)  # whose result lies in memory as x does, transposed
-        weight = getattr(self, formula.weight)  # which a parametrization or FullyShardedDataParallel may compute
-        return gated_rms_norm_fn(x, z, weight, *options, OUT_DTYPES[formula.out_dtype](x.dtype, weight.dtype))
-
-    return forward
+        return forward
 
 
 def recognise_gated(module: nn.Module) -> GatedFormula | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..activation import Activation, gated_activation_fn
 from ..torch_state import has_hooks
-from .adopted import Adopted, Only, in_place_of, is_known, raised, replace, restore
+from .adopted import Adopted, Only, is_known, raised, replace, restore
 from .recognise import undisturbed
 from .results import difference, gradients
 from .stand_ins import clone_of
@@ -54,30 +54,26 @@ class AdoptedMLP(Adopted):
     _what = "activation"
     _how: Gated
 
-    @classmethod
-    def _made(cls, own: Any, gated: Gated, recognised: Any) -> dict[str, Any]:
-        return {} if recognised is None else {"forward": in_place_of(recognised, own, _ours(gated, recognised))}
+    @staticmethod
+    def _ours(gated: Gated, own: Callable) -> Callable:
+        """The forward that runs in place of the module's own."""
+        name = [*inspect.signature(own).parameters][1]
 
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = args if not kwargs else (*args, *kwargs.values()) if [*kwargs] == [name] else ()
+            function: Any = None if gated.function is None else getattr(self, gated.function)
+            kind = None if function is None else type(function)
+            if len(given) != 1 or kind is not gated.kind or (function is not None and has_hooks(function)):
+                return own(self, *args, **kwargs)
+            gate, value, *_ = *[getattr(self, part)(given[0]) for part in gated.inputs], None
+            if is_known(gate) and (value is None or (is_known(value) and value.dtype == gate.dtype)):
+                hidden = gated_activation_fn(gate, value, activation=gated.activation)
+            else:
+                gate, value = gate.chunk(2, -1) if value is None else (gate, value)
+                hidden = _PLAIN[gated.activation](gate) * value
+            return getattr(self, gated.last)(hidden)
 
-def _ours(gated: Gated, own: Callable) -> Callable:
-    """The forward that runs in place of the module's own."""
-    name = [*inspect.signature(own).parameters][1]
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = args if not kwargs else (*args, *kwargs.values()) if [*kwargs] == [name] else ()
-        function: Any = None if gated.function is None else getattr(self, gated.function)
-        kind = None if function is None else type(function)
-        if len(given) != 1 or kind is not gated.kind or (function is not None and has_hooks(function)):
-            return own(self, *args, **kwargs)
-        gate, value, *_ = *[getattr(self, part)(given[0]) for part in gated.inputs], None
-        if is_known(gate) and (value is None or (is_known(value) and value.dtype == gate.dtype)):
-            hidden = gated_activation_fn(gate, value, activation=gated.activation)
-        else:
-            gate, value = gate.chunk(2, -1) if value is None else (gate, value)
-            hidden = _PLAIN[gated.activation](gate) * value
-        return getattr(self, gated.last)(hidden)
-
-    return forward
+        return forward
 
 
 def replace_mlps(model: nn.Module, *, only: Only = None) -> list[tuple[str, str]]:
@@ -131,7 +127,7 @@ def _tried(module: Any, inputs: tuple[str, ...], last: str) -> Gated | str:
             expected = _results(clone, forward)
             for activation in Activation:
                 found = Gated(inputs, last, activation.name, function, kind)
-                if not difference(expected, _results(clone, _ours(found, forward))):
+                if not difference(expected, _results(clone, AdoptedMLP._ours(found, forward))):
                     return found
         except Exception as error:  # anybody's code
             return f"trying it {raised(error)}"

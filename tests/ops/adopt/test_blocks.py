@@ -90,6 +90,20 @@ def test_two_branches_that_are_added_up_first_are_one_kernel_with_the_stream(for
     assert len(sums) == 1 and sums[0].x1 is not None
 
 
+def test_norms_without_weights_have_the_width_of_most_matrices(device):
+    class MLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(N, 4 * N), nn.Linear(N, 4 * N), nn.Linear(4 * N, N)
+
+        def forward(self, x):
+            return self.down(self.gate(x).sigmoid() * self.up(x))
+
+    ln_1, ln_2 = (nn.LayerNorm(N, elementwise_affine=False) for _ in range(2))
+    block = block_of(nothing, ln_1=ln_1, ln_2=ln_2, mlp=MLP()).to(device)
+    assert fuse_prenorm_block(block).width == N
+
+
 def test_the_stream_stays_in_fp32_where_asked(device):
     x = torch.randn(3, N, device=device, dtype=torch.bfloat16)
     model = fused(Model().to(device, torch.bfloat16), residual_in_fp32=True)

@@ -81,6 +81,19 @@ def test_only_chooses_and_a_second_call_replaces_the_rest_alone():
     assert classes(net) == classes(model())
 
 
+class Forgetful(nn.LayerNorm):
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "scratch"}
+
+
+def test_what_a_module_leaves_out_of_its_copies_an_adopted_one_does_too():
+    norm = Forgetful(N)
+    norm.scratch = [1]
+    replace_norms(norm, verbose=False)
+    for copied in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert not hasattr(copied, "scratch") and copied.formula == norm.formula
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_replaced_norm_can_be_copied_and_pickled(copied, x):
     norm = randomised(Gemma(N)).to(x.device)

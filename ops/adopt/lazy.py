@@ -307,7 +307,7 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
         residual = a.residual if b.residual is None else b.residual
         both = a.then(roles=b.roles + a.roles, next_norm=b.next_norm, residual=None, x1=b.x)
         return both if residual is None else both.summed(residual)
-    if isinstance(a, Tensor) and {"branch_norm", "gate"} <= b.parts.keys() and per_sample(a, b):
+    if isinstance(a, Tensor) and "branch_norm" in b.parts and "gate" in b.parts and per_sample(a, b):
         return b.modulated(a)
     is_stream = isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and a.shape == b.x.shape
     if not is_stream or ((dtype := b.dtype) is not a.dtype and torch.promote_types(dtype, a.dtype) is not a.dtype):

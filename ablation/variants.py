@@ -87,8 +87,6 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
     """
     swept = set(configs.swept(arguments))
-    if "folder" in swept:
-        raise ConfigError("folder has several values, and an ablation has one folder. Name one.")
     found: list[Variant] = []
     for job in configs.jobs(arguments):
         cfg = configs.compose_only(job, Config)

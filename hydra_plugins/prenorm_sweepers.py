@@ -38,8 +38,10 @@ class Together(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         assert self.config is not None
+        name = f"{self.config.hydra.job.name}.py"
+        if unswept := {"folder", "resume"} & {*configs.swept(arguments)}:
+            raise ConfigError(f"{min(unswept)}: {name} has one. Give it one value.")
         if machine.by_torchrun():
-            name = f"{self.config.hydra.job.name}.py"
             raise ConfigError(f"torchrun: {name} is one process on one device. Start it without: python {name} ...")
         HydraConfig.instance().set_config(self.config)
         task: Any = self._task

@@ -43,7 +43,8 @@ def gated_activation_fn(x: Tensor, value: Tensor | None = None, activation: str 
 
 def _check(inputs: tuple, activation: Any) -> tuple[tuple, "Options", bool]:
     name, (x, value) = "gated_activation_fn", inputs
-    kernels, dtypes = checks.check_but_fp64(name, x)
+    kernels, dtypes = checks.kernels_for(x, but_fp64=True)
+    checks.check_input(name, x, checks.REFERENCE_DTYPES)
     if value is None and x.shape[-1] % 2:
         raise ValueError(f"{name}: without value, x is gate and value side by side; it has an odd {x.shape[-1]} columns")
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, value=value)

@@ -33,18 +33,19 @@ def as_norm(norm: Any, argument: str = "norm") -> Norm:
         raise ValueError(f"norm_fn: {argument} is {norm!r}, accepted: {', '.join(kind.name for kind in Norm)}") from None
 
 
+def kernels_for(x: Any, but_fp64: bool = False) -> tuple[bool, tuple[torch.dtype, ...]]:
+    """Whether a call with x goes through kernels, and the dtypes that it accepts. but_fp64: an x in fp64 is for PyTorch's
+    operations, also on a GPU."""
+    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
+    kernels = kernels and not (but_fp64 and x.dtype == torch.float64)
+    return kernels, KERNEL_DTYPES if kernels else REFERENCE_DTYPES
+
+
 def check_input(name: str, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
     check_tensor(name, "x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected (..., N) with N ≥ 1")
     check_dtype(name, "x", x, accepted)
-
-
-def check_but_fp64(name: str, x: Tensor) -> tuple[bool, tuple[torch.dtype, ...]]:
-    """Also whether kernels run, and the dtypes that arguments beside x may have. An x in fp64 is for PyTorch's operations."""
-    check_input(name, x, REFERENCE_DTYPES)
-    kernels = runs_kernels(x.device) and x.dtype != torch.float64 and not transformed_by_func()
-    return kernels, KERNEL_DTYPES if kernels else REFERENCE_DTYPES
 
 
 def check_operands(

@@ -8,7 +8,6 @@ from torch import Tensor
 from . import checks, kit, reference
 from .kernels import runs_kernels
 from .philox import drop_threshold, keep_scale, seed_tensor
-from .torch_state import transformed_by_func
 
 
 def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> Tensor:
@@ -21,8 +20,8 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
         seed: an int or a one-element int64 tensor on x's device.
     """
     name = "seeded_dropout"
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
-    checks.check_input(name, x, checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES)
+    kernels, dtypes = checks.kernels_for(x)
+    checks.check_input(name, x, dtypes)
     p = checks.as_dropout_p(name, "p", p)
     checks.check_mask(name, seed, stream, x.device)
     if p == 0.0:

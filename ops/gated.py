@@ -50,7 +50,8 @@ def gated_rms_norm_fn(
 
 def _check(inputs: tuple, eps: Any, before: Any, group: Any, activation: Any, centred: Any, out_dtype: Any) -> tuple:
     name, (x, z, weight) = "gated_rms_norm_fn", inputs
-    kernels, dtypes = checks.check_but_fp64(name, x)
+    kernels, dtypes = checks.kernels_for(x, but_fp64=True)
+    checks.check_input(name, x, checks.REFERENCE_DTYPES)
     width = x.shape[-1]
     checks.check_tensor(name, "z", z)
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, z=z)

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, as_flags, check_input, check_operands, check_tensor
-from .kernels import runs_kernels
+from .checks import LAST_OF_X, as_flags, check_input, check_operands, check_tensor, kernels_for
 from .kit import refused
 from .norm import norm_fn
 from .reference import Norm
@@ -42,7 +41,7 @@ def layer_norm_linear_fn(
         ValueError: as `layer_norm_fn`, or linear_weight doesn't match x.
     """
     name = "layer_norm_linear_fn"
-    dtypes = KERNEL_DTYPES if isinstance(x, Tensor) and runs_kernels(x.device) else REFERENCE_DTYPES
+    _, dtypes = kernels_for(x)
     check_input(name, x, dtypes)
     check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, norm_weight=norm_weight, norm_bias=norm_bias)
     check_tensor(name, "linear_weight", linear_weight)

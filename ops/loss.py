@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import checks, kit
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
-from .kernels import INTERPRET, runs_kernels
+from .checks import REFERENCE_DTYPES
+from .kernels import INTERPRET
 from .tiling import REGISTERS
-from .torch_state import is_eager, product_dtype, transformed_by_func
+from .torch_state import is_eager, product_dtype
 
 
 class Reduction(IntEnum):
@@ -82,12 +82,12 @@ def cross_entropy_fn(
             a gradient, or whose rows don't lie apart at one distance, each without gaps.
     """
     name = "cross_entropy_fn"
-    kernels = isinstance(logits, Tensor) and runs_kernels(logits.device) and not transformed_by_func()
+    kernels, dtypes = checks.kernels_for(logits)
     options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
     checks.check_tensor(name, "logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
-    checks.check_dtype(name, "logits", logits, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
+    checks.check_dtype(name, "logits", logits, dtypes)
     check_targets(name, targets, logits, "logits")
     (in_place,) = checks.as_flags(name, in_place=in_place).values()
     rows, flat = checks.as_rows(logits), targets.flatten()
@@ -148,7 +148,7 @@ def linear_cross_entropy_fn(
     check_targets(name, targets, hidden, "hidden")
     chunks = checks.as_size(name, "chunks", chunks, 1)
     dtype = product_dtype(weight)
-    kernels = runs_kernels(hidden.device) and dtype != torch.float64 and not transformed_by_func()
+    kernels = checks.kernels_for(hidden)[0] and dtype != torch.float64
     rows, targets = checks.as_rows(hidden), targets.flatten()
     if not kernels:
         return plain_finish(plain_losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options), targets, options)

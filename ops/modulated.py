@@ -103,7 +103,9 @@ def _check(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: A
     """The inputs, of which scale, shift and gate have x's dimensions and one shape, unless they had one but for ones; options;
     whether kernels run."""
     name, (x, residual, scale, shift, gate, weight, bias) = "modulated_norm_fn", inputs
-    (kernels, dtypes), N = checks.check_but_fp64(name, x), x.shape[-1]
+    kernels, dtypes = checks.kernels_for(x, but_fp64=True)
+    checks.check_input(name, x, checks.REFERENCE_DTYPES)
+    N = x.shape[-1]
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, residual=residual)
     checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, weight=weight, bias=bias)
     vectors = {"scale": scale, "shift": shift, "gate": gate}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from . import checks, kit, reference
-from .checks import KERNEL_DTYPES, LAST_OF_X, REFERENCE_DTYPES, SHAPE_OF_X, check_operands, function_name
-from .kernels import runs_kernels
+from .checks import LAST_OF_X, SHAPE_OF_X, check_operands, function_name
 from .kit import names_of
 from .philox import draw_seed, drop_threshold, keep_scale, seed_tensor
 from .records import (
@@ -29,7 +28,7 @@ from .records import (
 )
 from .reference import Norm
 from .tiling import Tile, Work, backward_tile, forward_tile, most_registers
-from .torch_state import PLAIN, is_eager, transformed_by_func
+from .torch_state import PLAIN, is_eager
 
 _LAYERNORM, _RMSNORM, _NONE = Norm.layernorm, Norm.rmsnorm, Norm.none  # an eager call pays for each look into an Enum
 
@@ -356,8 +355,7 @@ class Plan:
         x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
         self.name = name = function_name(norm)  # of the public function, for messages
         # Whether the call goes through the kernels; else through `reference`.
-        self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
-        dtypes = KERNEL_DTYPES if self.kernels else REFERENCE_DTYPES
+        self.kernels, dtypes = checks.kernels_for(x)
         checks.check_input(name, x, dtypes)
         check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
         check_operands(name, x, dtypes, (x.shape,), SHAPE_OF_X, residual=residual, x1=x1)

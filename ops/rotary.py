@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 
 from . import checks, kit
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES
-from .kernels import runs_kernels
 from .reference import NORMS, Norm, affine
-from .torch_state import transformed_by_func
 
 _KINDS = {None: Norm.none} | {key: kind for kind in (Norm.layernorm, Norm.rmsnorm) for key in (kind, kind.name)}
 
@@ -156,8 +153,8 @@ def _run(
     eps = checks.as_eps(name, eps)
     flags = checks.as_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
     options = Options(heads, kv_heads, _KINDS[norm], eps, **flags)
-    kernels = runs_kernels(inputs.x.device) and not transformed_by_func()
-    inputs = _checked(name, inputs, options, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
+    kernels, dtypes = checks.kernels_for(inputs.x)
+    inputs = _checked(name, inputs, options, dtypes)
     if not kernels:
         return reference(inputs, options)
     return rotary(inputs, options)[: 3 if inputs.k is None else 2]

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kit
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, as_number, check_input, check_operand, is_finite
-from .kernels import runs_kernels
-from .torch_state import transformed_by_func
+from .checks import REFERENCE_DTYPES, as_number, check_input, check_operand, is_finite, kernels_for
 
 MB = 1024**2
 
@@ -43,8 +41,8 @@ def log_softmax_fn(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) ->
 
 
 def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
-    check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
+    kernels, dtypes = kernels_for(x)
+    check_input(name, x, dtypes)
     scale = as_number(name, "scale", scale, "a finite number", is_finite)
     if mask is not None:
         check_operand(name, "mask", mask, x, (torch.bool, *REFERENCE_DTYPES))

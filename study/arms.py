@@ -116,8 +116,6 @@ def study_of(arguments: Sequence[str], size: str = "") -> Study:
         raise ConfigError(f"{min(only_in_files)}: belongs in a file of the group study. Write one, and give study=NAME.")
     rates, seeds = (_values(key, parsed.pop(key, None)) for key in (RATE, SEED))
     swept = set(configs.swept(list(parsed.values())))
-    if unswept := swept & {"folder", "resume"}:
-        raise ConfigError(f"{min(unswept)}: a comparison has one. Give it one value.")
     arms: dict[str, Config] = {}
     for name, more in (found.arms or {"": []}).items():
         for job in configs.jobs([*named, *parsed.values(), *more]):

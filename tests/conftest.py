@@ -29,6 +29,8 @@ if INTERPRET:
 
     interpreter.quicken()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all that they start, ignore Ctrl-C
+
 
 @pytest.fixture(autouse=True)
 def signal_handlers():

@@ -78,8 +78,9 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     report = (whole / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in " ".join(report.split()) and found.command in report
-    _, *cycles, end = map(json.loads, (whole / "cycles.jsonl").read_text().splitlines())
-    assert [list(cycle["blocks_ms"]) for cycle in cycles] == [list(cell.arms)] * 6 and end["exit_code"] == 0
+    _, *lines, end = map(json.loads, (whole / "cycles.jsonl").read_text().splitlines())
+    assert [list(cycle["blocks_ms"]) for cycle in lines[:6]] == [list(cell.arms)] * 6 and end["exit_code"] == 0
+    assert [line["parity"]["seed"] for line in lines[6:]] == parity.seeds
     assert {"speedup.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 
@@ -111,7 +112,7 @@ def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
         ("resume=runs/a", "ablate.py goes on with folder=runs/a resume=auto"),
         ("resume=auto", "resume=auto goes on in the folder that the command names: add"),
-        ("folder=runs/a,runs/b", "an ablation has one folder"),
+        ("folder=runs/a,runs/b", "folder: ablate.py has one. Give it one value."),
         ("logging.wandb=offline", "an ablation is several runs, a W&B agent's job is one."),
         ("init_from=RUN norm.kind=layernorm,rmsnorm", "norm.kind=rmsnorm: it has layernorm."),  # of the second cell
         ("model.vocab_size=null,3", "model.vocab_size is 3, less than the tokenizer's"),

@@ -1,12 +1,10 @@
 """python compare.py: it leaves a report, goes on after a kill, and refuses the folder of another study."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +16,8 @@ from study.arms import study_of
 from study.plan import make_all
 from study.runs import CONTROL, FRESH, RACE, SEARCH, Runs
 from study.timing import OWN_AGAIN
-from tests.runs import ROOT, precision, read_json, wait_until
+from tests.forks import processes
+from tests.runs import precision, read_json, wait_until
 
 KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=12", "eval.every=4"]
 SWEEP = [*KEYS, "compare.fresh=2", "compare.race_steps=4", "compare.diverged=9"]
@@ -29,6 +28,13 @@ def studied(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("studied") / "study"
     assert compare.main([*tiny, *SWEEP, "compare.timing_cycles=6", f"folder={folder}"]) == 0
     return folder
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """They would take longer than the runs."""
+    for name in ("differences", "rates", "depth"):
+        monkeypatch.setattr(f"study.plots.{name}", lambda *_: False)
 
 
 def test_it_leaves_a_report_and_pictures(studied):
@@ -63,7 +69,7 @@ def test_cut_at_random_places_it_ends_with_the_same_runs(studied, tiny, tmp_path
     corpus = load_corpus(study.cfg.data, study.cfg.tokenizer, context=study.cfg.model.context)
     lines, draw = (studied / "runs.jsonl").read_bytes(), random.Random(0)
     facts = json.loads(lines.splitlines()[0])["facts"]
-    for _ in range(3):
+    for _ in range(2):
         path.write_bytes(lines[: draw.randrange(len(lines))])
         runs = Runs(study, precision(torch.float32), corpus, Store(path, facts))
         make_all(study, runs.found, runs.train)
@@ -83,26 +89,27 @@ def test_the_keys_of_an_arm_may_change_until_it_has_a_run(tiny, tmp_path):
         opened(0.9)
 
 
-def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied, tiny, tmp_path, capsys):
+def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied, tiny, tmp_path, capsys, no_pictures):
     folder = tmp_path / "study"
-    command = [sys.executable, str(ROOT / "compare.py"), *tiny, *SWEEP, f"folder={folder}", "resume=auto"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
-    wait_until(process, lambda: results(folder))
+    command = [*tiny, *SWEEP, f"folder={folder}", "resume=auto"]
+    process = processes.Process(target=compare.main, args=(command,), daemon=True)
+    process.start()
+    wait_until(SimpleNamespace(poll=lambda: process.exitcode), lambda: results(folder))
     process.kill()
-    process.wait()
+    process.join()
     assert len(results(folder)) < len(results(studied))
-    assert compare.main(command[2:]) == 0
+    assert compare.main(command) == 0
     before = results(studied)
     assert results(folder) == before
-    assert compare.main([*command[2:], "norm.kind=layernorm,rmsnorm,dyt", "compare.fresh=3"]) == 0
+    assert compare.main([*command, "norm.kind=layernorm,rmsnorm,dyt", "compare.fresh=3"]) == 0
     grown = results(folder)
     assert grown[: len(before)] == before
     more = [(run["arm"], run["stage"]) for run in grown[len(before) :]]
     assert more.count(("norm.kind=layernorm", FRESH)) == 1 and more.count(("norm.kind=dyt", FRESH)) == 3
     assert ("norm.kind=layernorm", SEARCH) not in more
-    assert compare.main([*command[2:], "optim.lr=1e-3"]) == 2
+    assert compare.main([*command, "optim.lr=1e-3"]) == 2
     assert "several rates=false, there true" in capsys.readouterr().err
-    assert compare.main([*command[2:], "optim.beta2=0.9"]) == 2
+    assert compare.main([*command, "optim.beta2=0.9"]) == 2
     assert "runs.jsonl: norm.kind=layernorm is of something else: optim.beta2=0.9, there 0.99. " in capsys.readouterr().err
 
 
@@ -112,7 +119,7 @@ def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_p
     assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err
 
 
-def test_times_beside_another_baseline_are_measured_anew(studied, tiny, tmp_path):
+def test_times_beside_another_baseline_are_measured_anew(studied, tiny, tmp_path, no_pictures):
     folder = tmp_path / "study"
     shutil.copytree(studied, folder)
     other = ["compare.timing_cycles=6", "compare.baseline='norm.kind=rmsnorm'", f"folder={folder}", "resume=auto"]

@@ -1,7 +1,6 @@
 """What people know of Hydra works in train.py: its options, folders, sweeps, launchers, and configs of their own."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -162,17 +161,12 @@ def test_a_sweeper_gets_the_last_validation_loss_and_a_job_that_raises_ends_no_o
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("joblib"), reason="needs hydra-joblib-launcher")
-def test_a_launcher_that_is_installed_runs_the_jobs(tiny, tmp_path):
-    sweep = ["-m", "seed=1,2,3,4", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "train.steps=3"]
-    given = environment(tmp_path) | {"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *tiny, *sweep, "sample.prompt=the,ROMEO"],
-        cwd=tmp_path,
-        env=given,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and "no token for 'E'" in done.stderr and "Traceback" not in done.stderr, done.stderr
+def test_a_launcher_that_is_installed_runs_the_jobs(tiny, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    sweep = ["-m", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "train.steps=3", "sample.prompt=the,ROMEO"]
+    assert train.main([*tiny, *sweep]) == 2
+    said = capfd.readouterr().err
+    assert "no token for 'E'" in said and "Traceback" not in said, said
     folders = run_folders(tmp_path)
-    assert [folder.name for folder in folders] == [f"{2 * i}_sample.prompt-the_seed-{i + 1}" for i in range(4)]
-    assert len({read_json(folder / "summary.json")["final"]["loss"] for folder in folders}) == 4
+    assert [folder.name for folder in folders] == [f"{2 * i}_sample.prompt-the_seed-{i + 1}" for i in range(2)]
+    assert len({read_json(folder / "summary.json")["final"]["loss"] for folder in folders}) == 2

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 import configs
 import ops
-from configs import Config, ConfigError, as_config_errors, compose, machine, rules
+from configs import Config, ConfigError, as_config_errors, compose, keys, machine, rules
 from configs.machine import Machine
 from configs.schema import NormImpl, Parallel, Precision
 from data import Corpus, identity
@@ -106,6 +106,8 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     run = folder if auto else machine.expanded(cfg.resume)
     if run.name == storage.FOLDER:
         run = run.parent
+    if not auto and not run.exists() and (near := keys.did_you_mean(cfg.resume, ["auto", "never"])):
+        raise ConfigError(f"{this}: no such run.{near}")
     with as_config_errors(f"folder={folder}" if auto else this):
         kept, problems = storage.newest(run)
         if kept is None and auto:
@@ -124,6 +126,8 @@ def find_start(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool)
     same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
     changed = rules.check_resumed(before, cfg, same_corpus)
     in_place = auto or (kept is not None and (here if chosen else not changed))
+    if in_place and not auto:
+        cfg.resume = before.resume  # config.yaml says how the run began
     notes = [f"{problem}; the one before it is used." for problem in problems] + [f"{this}: goes on from {relative(found)}."]
     start = Start(cfg, run if in_place else folder, stored, in_place, notes)
     steps = cfg.train.steps

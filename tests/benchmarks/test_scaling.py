@@ -8,11 +8,20 @@ from benchmarks import scaling
 from benchmarks.scaling import record_of
 from configs import ConfigError
 from tests.benchmarks.records import SMALL
+from tests.forks import Command
 
 CPU = [*SMALL, "train.precision=fp32", "--device", "cpu", "--rounds", "1", "--steps", "3", "--warm-up", "1"]
 
 
-def test_two_ranks_train_together_with_the_batch_of_each():
+def forked(words, cwd, env, check):
+    """In place of subprocess.run: torchrun's ranks without the start of three interpreters."""
+    assert words[1:3] == ["-m", "torch.distributed.run"] and check
+    done = Command(words[3:], cwd, torchrun=True, **env).finish()
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_ranks_train_together_with_the_batch_of_each(monkeypatch):
+    monkeypatch.setattr(scaling.subprocess, "run", forked)
     facts, keys = scaling.cell_of(scaling.options_of(CPU), "fsdp", 2)
     assert (
         "train.batch_size=16" in keys and facts["batch_size"] == 8 and (facts["model"], facts["precision"]) == ("tiny", "fp32")

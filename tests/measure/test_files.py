@@ -94,7 +94,7 @@ def test_names_are_drawn_as_they_are_and_a_character_without_a_glyph_is_escaped(
     assert (tmp_path / "new").read_bytes().startswith(b"\x89PNG") and plots.may_replace(tmp_path / "new")
 
 
-@pytest.mark.parametrize("low", [3e-7, 0.31, 1.0, 70.0])
+@pytest.mark.parametrize("low", [3e-7, 1.0, 70.0])
 @pytest.mark.parametrize("ratio", [1.1, 3, 9, 15, 99, 1e3, 1e7, 1e12])
 def test_a_logarithmic_axis_has_two_to_six_plain_numbers_whatever_it_spans(low, ratio):
     figure, axes = plots.pyplot.subplots(figsize=(8, 1))

@@ -215,6 +215,24 @@ def test_values_and_gradients_are_those_of_fp64_for_any_rows_dtype_strides_and_f
         assert t.shape == expected.shape and (error <= {FP32: 2e-5, BF16: 3e-2}[dtype] or not expected.any())
 
 
+@pytest.mark.parametrize("name", ["gated_activation_fn", "gated_rms_norm_fn", "modulated_norm_fn"])
+def test_fp64_is_computed_by_pytorch(name, device):
+    tensors = [t.detach().double() for t in examples(device)]
+    found, expected = (call(*tensors) for call in CALLS[name])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_call
+def test_what_hooks_bring_back_for_backward_may_lie_elsewhere(name, device):
+    found = []
+    for unpack in (lambda t: t, lambda t: torch.stack((t, t), -1)[..., 0]):
+        tensors = examples(device)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = CALLS[name][0](*tensors)
+        found.append(torch.autograd.grad(y, tensors, y.detach()))
+    torch.testing.assert_close(*found)
+
+
 @every_call
 def test_what_is_remembered_of_a_call_holds_no_tensor(name, device):
     tensors = examples(device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import cross_entropy_fn, kernels, linear_cross_entropy_fn
+from ops import checks, cross_entropy_fn, kernels, linear_cross_entropy_fn
 from ops import loss as loss_module
 from ops.loss import LossTile, loss_tile, streaming_tile
 
@@ -138,7 +138,7 @@ def test_targets_of_both_dtypes_and_any_ignored_number(device):
 @pytest.mark.parametrize("kernels", [False, kernels.INTERPRET])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_targets_out_of_range_raise_on_the_cpu(loss, kernels, monkeypatch):
-    monkeypatch.setattr(loss_module, "runs_kernels", lambda device: kernels)
+    monkeypatch.setattr(checks, "runs_kernels", lambda device: kernels)
     for wrong in (30, -1):
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
             LOSSES[loss](torch.randn(2, 4), torch.randn(30, 4, requires_grad=True), torch.tensor([3, wrong]))
@@ -227,7 +227,7 @@ def test_the_product_computes_only_gradients_that_are_asked_for(device):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("rows", [0, 3])
 def test_where_no_target_counts_every_loss_and_gradient_is_pytorchs(device, rows, reduction, divided, kernels, monkeypatch):
-    monkeypatch.setattr(loss_module, "runs_kernels", lambda device: kernels)
+    monkeypatch.setattr(checks, "runs_kernels", lambda device: kernels)
     targets = torch.full((rows,), -100, device=device)
     for how in ({}, {"label_smoothing": 0.1}):
         found = {}

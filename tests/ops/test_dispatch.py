@@ -3,7 +3,6 @@
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
@@ -19,18 +18,10 @@ from ops import (
     seeded_dropout,
     softmax_fn,
 )
-from ops.kit import names_of, present
 from ops.norm import NORM
-from ops.records import BackwardInputs, Gradients, Inputs, Options
 
 from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outputs_and_gradients
 
-HOW = Options(
-    eps=1e-5, dropout_p=0.25, norm=Norm.layernorm, branch=False, branch_norm=Norm.none, residual_scale=1.0,
-    zero_centered_weight=False, out_dtype=BF16, residual_dtype=FP32,
-    store_residual=True, statistics=2, branch_statistics=0, return_mask=True, return_statistics=False, passes_residual=False,
-)  # fmt: skip
-PLAIN = HOW._replace(dropout_p=0.0, norm=Norm.rmsnorm, out_dtype=FP32, store_residual=False, statistics=1, return_mask=False)
 CASES = [
     *[Case(norm=norm, residual=None, bias=False, prenorm=False) for norm in Norm],
     Case(),
@@ -51,10 +42,6 @@ def compiled(fn, device, **how):
 
 def site(x, w):
     return rms_norm_fn(x, w, None, x, prenorm=True)
-
-
-def encoded(record, options, wanted=None):
-    return present(record), kit.encode(names_of(record), options, wanted)
 
 
 def pair(device):
@@ -98,25 +85,6 @@ def test_what_backward_needs_goes_through_saved_tensors_hooks(device):
     assert [tuple(t.shape) for t in packed] == [(4, 24), (24,), (4,)] and packed[1] is w  # r, weight, statistics
 
 
-@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_backward", "dropout"])
-def test_opcheck(name, device):
-    case = Case(x1=FP32, second=True, rowscale="learned", m=4, n=24)
-    tensors = {key: t.detach().requires_grad_(name == "norm") for key, t in inputs(case, device).items()}
-    seed, stats = torch.tensor([3], device=device), torch.rand(8, device=device)
-    given = Inputs(**dict.fromkeys(Inputs._fields) | tensors | {"seed": seed})
-    plain = Inputs(**dict.fromkeys(Inputs._fields) | {"x": given.residual})
-    dtypes = {f"d{name}": FP32 for name in ("z", *Inputs._fields) if getattr(given, name, seed) is not None}
-    wanted = {field: dtypes.get(field) for field in Gradients._fields} | {"dx": BF16, "dweight1": None}
-    upstream = {"dy": given.x, "dy1": given.x1, "dr": given.residual, "r": given.residual, "stats": stats}
-    backward = BackwardInputs(**{field: getattr(given, field, None) for field in BackwardInputs._fields} | upstream)
-    calls = {
-        "norm_backward": [encoded(backward, HOW, Gradients(**wanted))],
-        "dropout": [([given.residual, seed], "given=x,seed p=0.25 stream=1 mask=False")],
-    }.get(name, [encoded(given, HOW), encoded(plain, PLAIN)])
-    for arguments in calls:
-        library.opcheck(getattr(getattr(torch.ops, kit.NAMESPACE), name).default, arguments)
-
-
 def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_what_it_uses(device):
     """Trap: on a small model a compiled step waits for the host, which pays for every call and every tensor returned."""
     found = {}
@@ -149,17 +117,6 @@ def test_numbers_may_be_symbols_of_a_graph(device):
     scaled = torch.compile(lambda x, scale: softmax_fn(x, scale), backend="aot_eager", fullgraph=True)
     for scale in (0.5, 0.6, 0.7):  # from the second on it is one
         torch.testing.assert_close(scaled(x, scale), torch.softmax(x * scale, -1))
-
-
-def test_dynamic_shapes_compile_once(device):
-    graphs = []
-    note = lambda graph, _: graphs.append(graph) or graph.forward  # noqa: E731
-    fn = compiled(lambda x, w: layer_norm_fn(x, w, None, x, prenorm=True)[0] * 2, device, dynamic=True, backend=note)
-    w = torch.rand(24, device=device)
-    for m in (3, 5, 9):
-        x = torch.randn(m, 24, device=device)
-        torch.testing.assert_close(fn(x, w), layer_norm_fn(x, w, None, x) * 2)
-    assert len(graphs) == 1
 
 
 def test_every_public_function_is_captured_without_a_graph_break(device):

@@ -69,7 +69,7 @@ def check(given, rms=False, uses=("y", "r"), frozen=()):
 
 
 CASES = covering(
-    rms=[False, True], batch=[1, 3, 64], tokens=[1, 4, 9], width=[7, 48, 160, 1100], x=[BF16, FP32, FP16],
+    rms=[False, True], batch=[1, 3, 12], tokens=[1, 4, 9], width=[7, 48, 160, 1100], x=[BF16, FP32, FP16],
     stream=[None, BF16, FP32], vectors=[FP32, BF16], affine=[None, FP32], names=[VECTORS, VECTORS[:2], VECTORS[2:], ()],
 )  # fmt: skip
 
@@ -146,16 +146,6 @@ def test_columns_of_a_projection_are_read_where_they_lie(device, monkeypatch):
     assert len(copies) == 1
 
 
-def test_what_hooks_bring_back_for_backward_may_lie_elsewhere(device):
-    found = []
-    for unpack in (lambda t: t, lambda t: t.contiguous()):
-        given = {name: t.requires_grad_() for name, t in draw(device, 3, 5, 48).items()}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-            y = modulated_norm_fn(**given)
-        found.append(torch.autograd.grad(y.square().sum(), [*given.values()]))
-    assert all(map(torch.equal, *found))
-
-
 def test_the_stream_is_x_where_nothing_is_added(device):
     x = torch.randn(2, 3, 16, device=device, requires_grad=True)
     _, r = modulated_norm_fn(x, prenorm=True)
@@ -172,12 +162,6 @@ def test_no_rows(device, shape):
     )
     modulated_norm_fn(x, scale, weight=torch.ones(16, device=device)).sum().backward()
     assert x.grad.shape == shape and torch.equal(scale.grad, torch.zeros_like(scale))
-
-
-def test_fp64_is_computed_by_pytorch(device):
-    given = {name: t.double() for name, t in draw(device, 3, 5, 48, stream=FP32, affine=FP32).items()}
-    for t, expected in zip(modulated_norm_fn(**given, prenorm=True), unfused(**given), strict=True):
-        torch.testing.assert_close(t, expected)
 
 
 def test_the_module_has_the_parameters_of_a_norm(device):

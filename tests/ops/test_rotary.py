@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import rotary, rotary_qk_fn, rotary_qkv_fn
+from ops import checks, rotary, rotary_qk_fn, rotary_qkv_fn
 from ops.kit import Launcher
 from ops.rotary import Tile
 
@@ -141,7 +141,7 @@ def test_outputs_and_gradients_are_the_oracles(case, device):
     check(found, case, tensors)
     assert all(t.dtype == case.dtype for name, t in found.items() if "_out" in name)
     assert all(found[f"d{name}"].dtype == t.dtype for name, t in tensors.items() if f"d{name}" in found)
-    with mock.patch.object(rotary, "runs_kernels", return_value=False):
+    with mock.patch.object(checks, "runs_kernels", return_value=False):
         check(results(call, case, tensors), case, tensors)
 
 
@@ -208,7 +208,7 @@ def test_positions_may_be_the_same_for_all_sequences_and_others_give_nan(device)
         assert torch.equal(call(case, tensors | {"positions": same})[0], expected)
     row[1], row[4] = 11, -1
     for kernels in (True, False):
-        with mock.patch.object(rotary, "runs_kernels", return_value=kernels):
+        with mock.patch.object(checks, "runs_kernels", return_value=kernels):
             q, *_ = call(case, tensors | {"positions": row})
         assert q.isnan().all(-1).all(-1)[0].tolist() == [False, True, False, False, True]
 
@@ -237,7 +237,7 @@ def test_angles_of_each_token_are_read_where_they_lie(layout, device):
         angles["sin"] = angles["sin"].contiguous()  # unlike cos
     found = results(call, case, tensors | angles)
     assert all(torch.equal(found[name], t) for name, t in expected.items())
-    with mock.patch.object(rotary, "runs_kernels", return_value=False):
+    with mock.patch.object(checks, "runs_kernels", return_value=False):
         check(results(call, case, tensors | angles), case, tensors | {"positions": rows})
 
 

@@ -9,7 +9,7 @@ from ops.tiling import Work, backward_tile, forward_tile
 from .test_launch import DEVICES
 
 WIDTHS = [
-    *range(1, 300, 7), *range(320, 16_385, 64),
+    *range(1, 300, 7), *range(320, 16_385, 192),
     1002, 1023, 1025, 12_287, 20_004, 32_768, 40_000, 50_257, 65_536, 262_144, 10**6,
 ]  # fmt: skip
 WORKS = [

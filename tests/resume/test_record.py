@@ -66,19 +66,3 @@ def test_a_signal_in_the_last_sample_stops_the_command_after_it_and_the_same_wan
     train_here([*overrides, "train.steps=6", "resume_with_changes=true"], run)
     assert fake.arguments["id"] == first["id"] and fake.arguments["group"] == first["group"] == "g"
     assert (first["resume"], fake.arguments["resume"]) == (None, "allow")
-
-
-def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for_and_is_in_the_metrics_once(tiny, tmp_path, monkeypatch):
-    add = Evaluation._add
-
-    def signalled(self):
-        signal.raise_signal(signal.SIGTERM)
-        add(self)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="143"):
-        patch.setattr(Evaluation, "_add", signalled)
-        train_here([*tiny, *AUTO], tmp_path / "run")  # at step 10
-    assert not [line for line in storage.read_metrics(tmp_path / "run") if "val/loss" in line]
-    train_until(12, [*tiny, *AUTO], tmp_path / "run")  # the checkpoint of step 10 still owes it
-    _, metrics = train_here([*tiny, *AUTO], tmp_path / "run")
-    assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]

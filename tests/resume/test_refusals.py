@@ -96,11 +96,6 @@ def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, mo
     refused(overrides, folder, r"^init_from=runs/other: a run that goes on has its weights already")
 
 
-def test_a_folder_that_another_process_trains_in_is_refused(folder, command):
-    with in_step(20, lambda _: refused(command, folder, "another process is at work there")):
-        train_here(command, folder)
-
-
 def test_a_resumed_run_keeps_its_precision_on_another_device(tiny, tmp_path):
     folder = train_until(8, [*tiny, *AUTO, "train.precision=bf16"], tmp_path / "run")
     cfg = composed([*tiny, *AUTO])

@@ -33,7 +33,6 @@ def test_every_named_study_can_run_and_its_keys_can_be_overridden(name):
         (["train.precision=fp16", "device=cpu"], "fp16"),
         (["parallel=fsdp"], "parallel"),
         (["seed=1,1001"], "seed=1001: compare.py takes seeds below 1001"),
-        (["folder=a,b"], "folder: a comparison has one"),
     ],
 )
 def test_what_it_cant_compare_is_refused(wrong, message):

@@ -10,6 +10,7 @@ from tests.runs import raising
 from training.command import start
 from training.distributed import ALONE
 from training.interrupt import Stopped
+from training.metrics import NonFiniteError
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ from training.interrupt import Stopped
         (lambda: None, 0, ""),
         (raising(ConfigError("seed=x: no")), 2, "error: seed=x: no"),
         (raising(StorageError("report.md can't be written")), 1, "stopped: report.md"),
+        (raising(NonFiniteError("the loss is NaN", 4)), 1, "stopped: the loss is NaN"),
         (raising(KeyboardInterrupt()), 130, ""),
         (raising(Stopped(143)), 143, ""),
     ],

@@ -32,9 +32,10 @@ def step(model, **given):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(
-    "given", [{}, {"num_items_in_batch": 5}, {"shift_labels": torch.arange(12)}], ids=["mean", "items", "flat"]
+    ("given", "in_place"),
+    [({}, False), ({}, True), ({"num_items_in_batch": 5}, False), ({"shift_labels": torch.arange(12)}, True)],
+    ids=["mean", "in place", "items", "flat, in place"],
 )
 def test_loss_and_gradients_stay_what_they_were_there_and_back(model, in_place, given, capsys):
     before = step(model, **given)

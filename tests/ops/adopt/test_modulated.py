@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ops import adopt
+from ops.adopt.lazy import Lazy
+from ops.modulated import MOST_COLUMNS
 
 from .toys import N
 
@@ -332,3 +334,10 @@ def test_a_condition_of_each_token_is_not_fused_and_stays_right(device):
     adopted, inputs = copy.deepcopy(model), [torch.randn(B, T, N, device=device), torch.randn(B, T, N, device=device)]
     assert not any(trial.modulated for trial in adopt(adopted, verbose=False).blocks.values())
     check(results(adopted, inputs), results(model, inputs))
+
+
+def test_a_gate_that_the_kernels_do_not_take_is_multiplied_at_once():
+    x = torch.randn(2, 3, MOST_COLUMNS + 1)
+    for y, gate in ((x, x[:, :1]), (x[..., :8], x[:, :1, :8].double()), (x[..., :8], x[..., 8:16])):
+        assert torch.equal(gate * Lazy(y), gate * y)
+    assert isinstance(x[:, :1, :8] * Lazy(x[..., :8]), Lazy)

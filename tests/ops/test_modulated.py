@@ -196,3 +196,26 @@ def test_errors_name_the_argument(device, more, message):
 def test_rows_that_no_program_holds_are_refused(device):
     with pytest.raises(ValueError, match="x has rows of 8193, expected at most 8192"):
         modulated_norm_fn(torch.zeros(1, 8193, device=device))
+
+
+@pytest.mark.gpu
+def test_a_compiled_chain_has_the_gradients_of_a_table_that_broadcasts_over_samples():
+    """torch.compile of PyTorch's own operations loses them at this size in torch 2.10 and 2.11 (pytorch#193061)."""
+    B, T, N, depth = 1, 8192, 1536, 2
+    draw = torch.Generator("cuda").manual_seed(0)
+    x, dy = (torch.randn(B, T, N, device="cuda", generator=draw) for _ in range(2))
+    table = torch.randn(1, 2 * depth, N, device="cuda", generator=draw) / 40
+
+    def chain(site, x, table):
+        scales, shifts = table.chunk(2, 1)
+        for scale, shift in zip(scales.split(1, 1), shifts.split(1, 1), strict=True):
+            x = x + site(x, scale, shift)
+        return x
+
+    def in_torch(x, scale, shift):
+        return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+    exact, ours = table.double().requires_grad_(), table.clone().requires_grad_()
+    chain(in_torch, x.double(), exact).backward(dy.double())
+    torch.compile(chain, fullgraph=True)(modulated_norm_fn, x, ours).backward(dy)
+    assert (ours.grad.double() - exact.grad).norm() <= 1e-5 * exact.grad.norm()

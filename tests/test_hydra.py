@@ -78,7 +78,7 @@ def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, ov
         ("study=first", "Could not override 'study'. No match in the defaults list."),
         ("+foo=1", "error: foo: no such key."),
         ("--config-name=none", "Cannot find primary config 'none'."),
-        ("resume=atuo", "error: atuo: no checkpoint there. Give a run's folder, or a checkpoint"),
+        ("resume=atuo", "error: resume=atuo: no such run. Did you mean auto?"),
         ("ablate.cycles=6", "ablate: ablate.py has such keys, train.py has none. `python ablate.py --help` lists them."),
         ("hydra.run.dir=mine model.heads=3", "model.heads=3 does not divide"),
     ],

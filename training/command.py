@@ -24,6 +24,7 @@ from training.interrupt import exit_on_signals, mute, show, take_any_encoding
 from training.metrics import NonFiniteError
 
 NO_FOLDER = "resume=auto goes on in the folder that the command names: add folder=runs/NAME (in a sweep that of the sweep)."
+RANK_ENDS = "This rank ends, and torchrun ends the others."
 
 full_errors = False  # whether the user has set HYDRA_FULL_ERROR=1; programs set it themselves
 
@@ -120,7 +121,7 @@ def report(error: Exception) -> int:
         raise error
     else:
         traceback.print_exception(error)
-        raise SystemExit("This rank ends, and torchrun ends the others.")
+        raise SystemExit(RANK_ENDS)
     if world().leads:
         if full_errors:
             traceback.print_exception(error)

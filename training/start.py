@@ -25,7 +25,7 @@ from configs.schema import NormImpl, Parallel, Precision
 from data import Corpus, identity
 from measure.files import StorageError, relative
 from training import checkpoint, storage, tracking
-from training.command import NO_FOLDER, Failed, names_folder, report, use_one_thread, world
+from training.command import NO_FOLDER, RANK_ENDS, Failed, names_folder, report, use_one_thread, world
 from training.distributed import ALONE, World
 from training.interrupt import show
 from training.precision import MixedPrecision, set_deterministic
@@ -53,9 +53,9 @@ def job(train: Train, composed: DictConfig) -> float | None:
         return _run(train, composed, Path(relative(Path(asked.runtime.output_dir))), overrides, sweep)
     except Exception as error:
         code = report(error)
-        # of several ranks one alone may fail to write: its next job would wait for ranks that still wait in this one
-        goes_on = sweep and not (isinstance(error, StorageError) and world().size > 1)
-        raise Failed(code) if goes_on else SystemExit(code) from None
+        if sweep and isinstance(error, StorageError) and world().size > 1:  # which may be this rank's alone
+            raise SystemExit(RANK_ENDS) from None  # its next job would wait for ranks that still wait in this one
+        raise Failed(code) if sweep else SystemExit(code) from None
 
 
 def _run(train: Train, composed: DictConfig, folder: Path, overrides: list[str], sweep: bool) -> float:

@@ -305,7 +305,7 @@ def test_what_can_not_be_adopted_is_said():
     with pytest.raises(TypeError, match="only is 'n1', expected a function of name and module"):
         adopt(Block(), only="n1")
     assert "no block found" in str(adopt(nn.Sequential(nn.LayerNorm(N)), verbose=False))
-    conditioned = nn.ModuleList([block_of(lambda self, x, c: x + self.attn(self.ln_1(x) * c.unsqueeze(1)))])
+    conditioned = nn.ModuleList([block_of(lambda self, x, c: x + self.attn(self.ln_1(x) * c["scale"]))])
     assert "it needs c beside its stream, as a conditioned block does" in str(adopt(conditioned, verbose=False))
 
 

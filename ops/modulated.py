@@ -27,6 +27,7 @@ def modulated_norm_fn(
     is_rms_norm: bool = False,
     prenorm: bool = False,
     out_dtype: torch.dtype | None = None,
+    zero_centered_scale: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The site of DiT and other conditioned models (adaLN-zero, arXiv:2212.09748).
 
@@ -48,6 +49,7 @@ def modulated_norm_fn(
         prenorm: also return r, in the residual's dtype or x's. On kernels and without residual and gate it is x, or an alias of
             x if gradients are recorded: the gradients of y and r then meet in one kernel.
         out_dtype: of y; by default x's dtype.
+        zero_centered_scale: 1 is added to scale. Without it scale is the whole factor.
 
     Returns:
         y, or (y, r).
@@ -56,7 +58,7 @@ def modulated_norm_fn(
         ValueError, TypeError: a shape, dtype, device or number that is not as above; before anything is launched.
     """
     inputs, request = (x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype)
-    y, r, *_ = modulated_norm.checked(_check, reference, inputs, request)
+    y, r, *_ = modulated_norm.checked(_check, reference, inputs, (*request, zero_centered_scale))
     return (y, x if r is None else r) if prenorm else y
 
 
@@ -99,7 +101,9 @@ class ModulatedNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}, is_rms_norm={self.is_rms_norm}, affine={self.weight is not None}"
 
 
-def _check(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any) -> tuple[tuple, "Options", bool]:
+def _check(
+    inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any, zero_centered_scale: Any = True
+) -> tuple[tuple, "Options", bool]:
     """The inputs, of which scale, shift and gate have x's dimensions and one shape, unless they had one but for ones; options;
     whether kernels run."""
     name, (x, residual, scale, shift, gate, weight, bias) = "modulated_norm_fn", inputs
@@ -126,10 +130,10 @@ def _check(inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: A
     out_dtype = checks.as_out_dtype(name, out_dtype, x, dtypes)
     if kernels and N > MOST_COLUMNS:
         raise ValueError(f"{name}: x has rows of {N}, expected at most {MOST_COLUMNS} where kernels run")
-    flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm)
+    flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm, zero_centered_scale=zero_centered_scale)
     norm = Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm
     returns_r = flags["prenorm"] and (residual is not None or gate is not None or torch.is_grad_enabled())  # else it is x
-    o = Options(checks.as_eps(name, eps), norm, out_dtype, returns_r)
+    o = Options(checks.as_eps(name, eps), norm, out_dtype, returns_r, float(flags["zero_centered_scale"]))
     if not (kernels and all(shape == most for shape in shapes)):
         inputs = x, residual, scale, shift, gate, weight, bias
     return inputs, o, kernels
@@ -158,6 +162,7 @@ class Options(NamedTuple):
     norm: Norm
     out_dtype: torch.dtype
     prenorm: bool
+    scale_offset: float
     trains: bool = False  # of a forward that has a backward
 
 
@@ -189,7 +194,7 @@ def reference(i: Any, o: Options) -> Outputs:
     if o.norm is Norm.none:
         return Outputs(None, r)
     y = NORMS[o.norm](r.to(wide), weight, bias, o.eps)
-    y = y if scale is None else y * (1 + scale)
+    y = y if scale is None else y * (o.scale_offset + scale)
     return Outputs((y if shift is None else y + shift).to(o.out_dtype), r)
 
 
@@ -329,7 +334,8 @@ def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
     of_tile = ("rows", "block_n", "stages", "early_weights", "prefetch")
     return kit.kernels("modulated").ModulatedVariant(
         N, NORM=int(o.norm), BRANCH=False, BRANCH_NORM=int(Norm.none), RESIDUAL_SCALE=1.0, DROPOUT=False, OFFSET=0.0,
-        VECTOR=work.vector, STEP=gcd(8, N), **{name.upper(): getattr(tile, name) for name in of_tile}, **more,
+        SCALE_OFFSET=o.scale_offset, VECTOR=work.vector, STEP=gcd(8, N),
+        **{name.upper(): getattr(tile, name) for name in of_tile}, **more,
     )  # fmt: skip
 
 

@@ -90,6 +90,12 @@ def below_autograd(op: Callable, *arguments: Any, **named: Any) -> Any:
         return op(*arguments, **named)
 
 
+def saved_through() -> Any:
+    """The hook that tensors which are saved for backward go through, as under activation checkpointing; None without one."""
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
 def transformed_by_func() -> bool:
     """Whether any of torch.func's transforms is on, vmap among them."""
     return not torch.compiler.is_compiling() and _are_functorch_transforms_active()

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_state import has_hooks
+from ..torch_state import has_hooks, saved_through
 from .adopted import Adopted, become
 from .lazy import Lazy, autocasts, can_go_along, look_ahead, settled
 
-_CALLED_BY = "_called_by"  # of a part: the block whose forward runs, whether it records gradients, and `Lazy.past`
+_CALLED_BY = "_called_by"  # of a part: the block whose forward runs, its `_mode`, and `Lazy.past`
 _NOBODY = (None, None, None)
 
 
@@ -61,8 +61,8 @@ class Source:
         """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
         block, role, past = self.block, self.role, None
         if not torch.compiler.is_compiling():
-            block, had_grad, past = part.__dict__.get(_CALLED_BY, _NOBODY)
-            if had_grad is not torch.is_grad_enabled():
+            block, mode, past = part.__dict__.get(_CALLED_BY, _NOBODY)
+            if mode != _mode():
                 return None
         elif part_of(block, role.path) is not part:  # a graph follows no marks in checkpointed parts of it
             return None
@@ -98,7 +98,7 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
         kwargs = {**kwargs, argument: _with_norm_ahead(block, kwargs[argument])}
     if torch.compiler.is_compiling():
         return settled(own_forward(block, *args, **kwargs))
-    mark: tuple = block, torch.is_grad_enabled(), {}
+    mark: tuple = block, _mode(), {}
     marked = []
     for source in block._sources:
         part = part_of(block, source.role.path)
@@ -111,6 +111,11 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
     finally:
         for part in marked:
             part.__dict__.pop(_CALLED_BY, None)
+
+
+def _mode() -> tuple:
+    """Whether gradients are recorded, and which checkpoint this is in: another one in a part of the block."""
+    return torch.is_grad_enabled(), saved_through()
 
 
 def _with_norm_ahead(block: "AdoptedBlock", x: Any) -> Any:

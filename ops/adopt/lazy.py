@@ -29,7 +29,7 @@ from ..modulated import MOST_COLUMNS, gated_sum
 from ..norm import norm_fn
 from ..philox import draw_seed
 from ..reference import Norm
-from ..torch_state import has_hooks, is_eager
+from ..torch_state import has_hooks, is_eager, saved_through
 
 WATCH: Callable | None = None  # sees each norm and its x and y, and each sum and its result: for `trial`, and checks of rows
 _LOST = (
@@ -98,9 +98,10 @@ def has_rows_of(x: Tensor, r: Tensor) -> bool:
 
 
 def _state(x: Tensor) -> tuple:
-    # In a compiled graph nobody but the block changes it, and the trial has seen the block.
+    # In a compiled graph nobody but the block changes it, and the trial has seen the block. A part in a checkpoint of its own
+    # takes nothing from before it: it would save other tensors when it is computed again.
     version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-    return version, autocasts(x.device)
+    return version, autocasts(x.device), saved_through()
 
 
 def autocasts(device: torch.device) -> bool:
@@ -171,7 +172,7 @@ class Lazy:
         if self.roles[0].follows and dtype is torch.float32 and autocasts(self.x.device):
             dtype = torch.get_autocast_dtype(self.x.device.type)
         prenorm = self.past is not None and torch.is_grad_enabled() and self.x.requires_grad
-        y = norm.modulated(self.x, gate.float() - 1, shift, prenorm=prenorm, out_dtype=dtype)
+        y = norm.modulated(self.x, gate, shift, prenorm=prenorm, out_dtype=dtype, zero_centered_scale=False)
         if prenorm:
             y, r = y
             self.past[id(self.x)] = self.x, r, _state(self.x)  # type: ignore[index]
@@ -191,7 +192,7 @@ class Lazy:
         if norm is None or not can_go_along(norm) or (self.roles[0].viewed and torch.compiler.is_compiling()):
             r = self._plus(residual)  # a hook gets the sum before the norm, with its whole gradient
         else:
-            if residual.dtype is torch.float64 or not norm.goes_with(self):
+            if residual.dtype is torch.float64 or self.is_modulated() or not norm.goes_with(self):
                 of = Lazy(self._plus(None))
             dtype, own = residual.dtype, self.x.dtype
             if self.roles[0].follows and dtype is not own and (dtype is torch.float32 or autocasts(self.x.device)):
@@ -224,6 +225,9 @@ class Lazy:
 
     def is_only_normed(self) -> bool:
         return len(self.parts) == 1 and "branch_norm" in self.parts and self.is_branch()
+
+    def is_modulated(self) -> bool:
+        return "branch_norm" in self.parts and "gate" in self.parts
 
     def holds_weights(self) -> bool:
         return "branch_norm" in self.parts or "branch_weight" in self.parts
@@ -307,7 +311,8 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
         residual = a.residual if b.residual is None else b.residual
         both = a.then(roles=b.roles + a.roles, next_norm=b.next_norm, residual=None, x1=b.x)
         return both if residual is None else both.summed(residual)
-    if isinstance(a, Tensor) and "branch_norm" in b.parts and "gate" in b.parts and per_sample(a, b):
+    # Of one token a sample, a shift can't be told from a stream.
+    if isinstance(a, Tensor) and b.is_modulated() and b.is_branch() and a.shape != b.shape and per_sample(a, b):
         return b.modulated(a)
     is_stream = isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and a.shape == b.x.shape
     if not is_stream or ((dtype := b.dtype) is not a.dtype and torch.promote_types(dtype, a.dtype) is not a.dtype):

@@ -43,6 +43,7 @@ class ModulatedVariant(Variant):
     """WANTED: which of P, Q and dgate backward sums up."""
 
     STEP: int = 1  # scale, shift and gate of two samples lie a multiple of so many elements apart
+    SCALE_OFFSET: float = 1.0  # added to scale
 
 
 class Pointers(NamedTuple):
@@ -139,7 +140,7 @@ def modulated_backward_kernel(
     end = tl.minimum(first + each, all_tiles)
     for sample in tl.range(first // tiles, (end - 1) // tiles + 1, num_stages=1):
         at = place_of(sample, 0, tokens, VARIANT)
-        b_scale = load_weights(of_sample(p.scale, sample, scale_steps, VARIANT), at, VARIANT, 1.0)
+        b_scale = load_weights(of_sample(p.scale, sample, scale_steps, VARIANT), at, VARIANT, VARIANT.SCALE_OFFSET)
         b_gate = load_weights(of_sample(p.gate, sample, gate_steps, VARIANT), at, VARIANT)
         b_weight = load_weights(p.weight, at, VARIANT)
         b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
@@ -202,7 +203,8 @@ def finish_modulated_kernel(
         tl.store(p.dgate + o, b_gate, mask=m)
     b_scale = tl.full([BLOCK_N], 1.0, tl.float32)
     if p.scale is not None:
-        b_scale += tl.load(of_sample(p.scale, sample, scale_steps, VARIANT) + cols, mask=m, other=0.0).to(tl.float32)
+        b_scale = tl.load(of_sample(p.scale, sample, scale_steps, VARIANT) + cols, mask=m, other=0.0).to(tl.float32)
+        b_scale += VARIANT.SCALE_OFFSET
     if p.dweight is not None:
         tl.store(p.dweight + o, b_product * b_scale, mask=m)
     if p.dbias is not None:
@@ -241,7 +243,7 @@ def block_maps(p, p_scale, p_shift, i: tl.constexpr, at, VARIANT: tl.constexpr):
     return (
         load_weight(p.weight, i, at, VARIANT),
         load_weight(p.bias, i, at, VARIANT),
-        load_weight(p_scale, i, at, VARIANT, 1.0),
+        load_weight(p_scale, i, at, VARIANT, VARIANT.SCALE_OFFSET),
         load_weight(p_shift, i, at, VARIANT),
     )
 

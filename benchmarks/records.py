@@ -38,7 +38,6 @@ from training.storage import MARK
 GPT2 = "ablate.py model=gpt2 model.vocab_size=50304 train.batch_size=32 ablate.parity_seeds=0 ablate.cycles=6"
 LLAMA, GEMMA = (GPT2.replace("model=gpt2", f"model={name}") for name in ("llama", "gemma"))
 CHAR = "ablate.py experiment=shakespeare_char"
-PARITY_FAILS = 1  # exit code of ablate.py: a record all the same
 # Files of an ablation or a study that nobody reads again, and that are large.
 LEFT_OUT = ("kernels.jsonl", "config.yaml", ".lock", MARK)
 
@@ -162,7 +161,11 @@ def is_done(record: Record, folder: Path, versions: Mapping[str, str]) -> bool:
 
 
 def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
-    """Measures, and puts the record in the place of the earlier one once it is whole; the exit code of the program."""
+    """Measures, and puts the record in the place of the earlier one once it is whole.
+
+    Returns:
+        The exit code of the program; 0 where it is 1 because parity fails, which is a result.
+    """
     words = [sys.executable, *shlex.split(record.words)]
     path = record.path(folder)
     place, earlier = path.parent, read(path)
@@ -174,11 +177,15 @@ def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
     with log_of(record).open("wb") as log:
         seen = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         code = subprocess.run(words, cwd=ROOT, env=seen, stdout=log, stderr=subprocess.STDOUT).returncode
-    files = part / "report.json", part / "report.md"
-    if record.folder and code in (0, PARITY_FAILS) and all(file.exists() for file in files):
-        for path in (*map(part.joinpath, LEFT_OUT), *part.glob("process_*")):
-            discard(path)
-        for file in files:  # without the folder where it was measured
+    report = read(part / "report.json")
+    # 1 is the exit code of other errors too, which leave a part of a report or none
+    if code == 1 and not report.get("unfinished") and not all(one["holds"] for one in report.get("parity", [])):
+        print(f"{record.name}: parity fails", flush=True)
+        code = 0
+    if record.folder and code == 0:
+        for left_out in (*map(part.joinpath, LEFT_OUT), *part.glob("process_*")):
+            discard(left_out)
+        for file in (part / "report.json", part / "report.md"):  # without the folder where it was measured
             text = file.read_text(encoding="utf-8")
             text = text.replace(shlex.join(words[1:]), record.words).replace(str(part), f"runs/{record.name}")
             replace_text(file, text)

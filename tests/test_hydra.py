@@ -13,6 +13,7 @@ import configs
 import train
 from configs import compose
 from tests.runs import ROOT, environment, read_json, run_folders
+from training.metrics import NonFiniteError
 from training.start import job
 
 OWN = {"experiment": "# @package _global_\ndefaults:\n  - override /model: mine\noptim: {lr: 0.5}\n", "model": "layers: 3\n"}
@@ -158,6 +159,20 @@ def test_a_sweeper_gets_the_last_validation_loss_and_a_job_that_raises_ends_no_o
         train.main([*tiny, "train.steps=3", "-m", "seed=1,2", "folder=sweep"])
     assert losses == [read_json(tmp_path / "sweep" / "1_seed-2" / "summary.json")["final"]["loss"]]
     assert re.search(r"Error executing job with overrides: \[.*'seed=1'", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("size", ["null", "1"])
+def test_a_failed_job_ends_no_later_batch_and_the_exit_code_is_that_of_the_first_that_failed(tiny, tmp_path, monkeypatch, size):
+    tried, errors = [], {1: NonFiniteError("loss is NaN", 1), 2: configs.ConfigError("no"), 3: configs.ConfigError("no")}
+
+    def fail(cfg, run, *_):
+        tried.append(run.folder.name)
+        raise errors[cfg.seed]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "train", fail)
+    assert train.main([*tiny, "-m", "seed=1,2,3", f"hydra.sweeper.max_batch_size={size}"]) == 1
+    assert tried == ["0_seed-1", "1_seed-2", "2_seed-3"]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("joblib"), reason="needs hydra-joblib-launcher")

@@ -1,6 +1,7 @@
 """python -m benchmarks.records: what it runs, where it goes on, and that its plan is short."""
 
 import json
+import re
 import shlex
 from importlib import import_module
 from types import SimpleNamespace
@@ -21,8 +22,8 @@ GIT = {"revision": "abc", "dirty": False}
 
 @pytest.fixture
 def broken():
-    """What is in it makes `host` fail."""
-    return []
+    """What the reports of programs have besides, that end with exit code 1."""
+    return {}
 
 
 @pytest.fixture
@@ -32,23 +33,23 @@ def ran(tmp_path, monkeypatch, broken):
 
     def run(words, env, stdout, **_):
         commands.append(words[1:])
+        program = words[2] if words[1] == "-m" else words[1]
         stdout.write(f"on {env['CUDA_VISIBLE_DEVICES']}\n".encode())
         stdout.flush()
-        if "benchmarks.host" in words and broken:
-            return SimpleNamespace(returncode=1)
         record = {"command": f"python {shlex.join(words[1:])}", "environment": ENVIRONMENT | {"git": GIT}, "unfinished": ""}
         modules = {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}
         record["code"] = {"modules": modules, "kernels": {"norm_forward_kernel": ["1"]}}
-        folder, files = here, {f"{words[2].removeprefix('benchmarks.').removesuffix('.benchmark')}.json": json.dumps(record)}
+        record |= broken.get(program, {})
+        folder, files = here, {f"{program.removeprefix('benchmarks.').removesuffix('.benchmark')}.json": json.dumps(record)}
         if "--models" in words:
             files = {"norms_models.json": json.dumps(record)}
-        if words[1] in ("ablate.py", "compare.py"):
+        if program in ("ablate.py", "compare.py"):
             folder = tmp_path / next(word for word in words if word.startswith("folder=")).removeprefix("folder=")
             files = {"report.json": json.dumps(record), "report.md": record["command"], "kernels.jsonl": ""}
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text)
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(returncode=int(program in broken))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -75,10 +76,12 @@ def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path,
     assert sorted(words[0] for words in ran[:-1]) == ["-m", "ablate.py"], "what was cut short, and what is missing"
     ran.clear()
     memory = tmp_path / "nvidia-h200" / "memory.json"
-    memory.write_text(memory.read_text().replace('["1"]', '["2"]'))
-    records.main(["memory"])
-    assert ran[0][1] == "benchmarks.memory" and len(ran) == 2, "by name it is made anew"
-    assert capsys.readouterr().out.count("memory: compiled otherwise than in the earlier record: norm_forward_kernel") == 1
+    for path in (memory, gpt2 / "report.json"):
+        path.write_text(path.read_text().replace('["1"]', '["2"]'))
+    records.main(["memory", "gpt2", "host"])
+    assert len(ran) == 4, "by name they are made anew"
+    differ = re.findall(r"(\w+): compiled otherwise than in the earlier record: norm_forward_kernel\n", capsys.readouterr().out)
+    assert sorted(differ) == ["gpt2", "memory"]
     ran.clear()
     monkeypatch.setitem(GIT, "revision", "def")
     records.main([])
@@ -119,11 +122,28 @@ def test_each_gpu_makes_one_record_at_a_time_and_a_limit_leaves_those_that_would
 
 
 def test_a_record_that_fails_ends_no_other_and_its_last_lines_are_shown(ran, broken, capsys):
-    broken.append("host")
+    broken["benchmarks.host"] = {}
     with pytest.raises(SystemExit, match=r"^failed: host$"):
         records.main(["host", "memory", "rotary", "host"])
     assert len(ran) == 4 and ran[-1] == "readme"
     assert "minutes, exit code 1\non " in capsys.readouterr().out
+
+
+def test_an_ablation_whose_parity_fails_is_a_record_and_one_that_an_error_ends_is_none(ran, broken, tmp_path, capsys):
+    path = tmp_path / "nvidia-h200" / "ablation" / "shakespeare_char" / "report.json"
+    fails = {"parity": [{"holds": True}, {"holds": False}]}
+    broken["ablate.py"] = fails
+    records.main(["shakespeare_char"])
+    said, record = capsys.readouterr().out, path.read_text()
+    assert "shakespeare_char: parity fails\n" in said and "exit code 0" in said
+    assert json.loads(record)["parity"] == fails["parity"]
+    for report in ({"parity": [{"holds": True}]}, fails | {"unfinished": "1 of 3 parts"}):
+        broken["ablate.py"] = report
+        with pytest.raises(SystemExit, match=r"^failed: shakespeare_char$"):
+            records.main(["shakespeare_char"])
+        said = capsys.readouterr().out
+        assert "exit code 1" in said and "parity fails" not in said
+        assert path.read_text() == record, "the earlier one stays"
 
 
 def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_they_stand(capsys, monkeypatch):

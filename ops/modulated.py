@@ -132,7 +132,9 @@ def _check(
         raise ValueError(f"{name}: x has rows of {N}, expected at most {MOST_COLUMNS} where kernels run")
     flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm, zero_centered_scale=zero_centered_scale)
     norm = Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm
-    returns_r = flags["prenorm"] and (residual is not None or gate is not None or torch.is_grad_enabled())  # else it is x
+    # Else it is x. torch.compile loses the gradient of a view of x that an operator gives, if a view of that leaves its graph.
+    as_view = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    returns_r = flags["prenorm"] and (residual is not None or gate is not None or as_view)
     o = Options(checks.as_eps(name, eps), norm, out_dtype, returns_r, float(flags["zero_centered_scale"]))
     if not (kernels and all(shape == most for shape in shapes)):
         inputs = x, residual, scale, shift, gate, weight, bias

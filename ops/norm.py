@@ -245,7 +245,9 @@ def _run(inputs: tuple, plan: "Plan", eager: bool) -> tuple:
         return reference.norm(Inputs._make(inputs), plan.options)
     if eager:
         return plan.trained(inputs) if torch.is_grad_enabled() and plan.trained is not None else plan.run(inputs)
-    return NORM.dispatch(inputs, plan.recorded if _trains(inputs) else plan.options)
+    # torch.compile loses the gradient of a view of x that an operator gives, if a view of that is an output of its graph.
+    is_alias = plan.r_is_x and torch.compiler.is_compiling()
+    return NORM.dispatch(inputs, plan.recorded if _trains(inputs) and not is_alias else plan.options)
 
 
 def _into_buffers(inputs: tuple, plan: "Plan", eager: bool, out: Tensor | None, residual_out: Tensor | None) -> tuple:

@@ -126,7 +126,8 @@ def _with_norm_ahead(block: "AdoptedBlock", x: Any) -> Any:
     if block._in_fp32:
         dtype, x = next(block.parameters(), x).dtype, x.float()
     norm: Any = part_of(block, plan.enters) if plan.enters else None
-    gains = (torch.is_grad_enabled() and x.requires_grad) or dtype != x.dtype
+    one_node = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+    gains = one_node or dtype != x.dtype
     if norm is None or not gains or not can_go_along(norm) or not x.is_contiguous():
         return x
     if plan.follows and x.dtype == torch.float32 and autocasts(x.device):

@@ -181,7 +181,9 @@ class Lazy:
         return y
 
     def _past_its_norm(self, stream: Tensor) -> Tensor:
-        x, r, state = (self.past or {}).get(id(stream), (None, None, None))
+        if not self.past:
+            return stream
+        x, r, state = self.past.get(id(stream), (None, None, None))
         return r if x is stream and state == _state(stream) else stream
 
     def summed(self, residual: Tensor) -> Tensor:

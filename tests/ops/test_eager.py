@@ -15,7 +15,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import ops
-from ops import kit, layer_norm_fn, rms_norm_fn
+from ops import kit, layer_norm_fn, modulated_norm_fn, rms_norm_fn
 from ops.norm import NORM, plan_of
 from ops.records import Inputs
 
@@ -253,3 +253,23 @@ def test_tensors_on_another_than_the_current_device(given):
     expected = step(given)
     with torch.cuda.device(1):
         assert equal(step(given), expected)
+
+
+@pytest.mark.parametrize(
+    "of", [lambda x: rms_norm_fn(x, None, None, prenorm=True), lambda x: modulated_norm_fn(x, prenorm=True)]
+)
+def test_a_view_of_the_stream_has_its_gradient_as_an_output_of_a_compiled_graph(of, device):
+    torch._dynamo.reset()
+    x, dy, dr = torch.randn(3, 4, 48, device=device)
+
+    def both(x):
+        y, r = of(x)
+        return y, r.view(2, 2, 48)
+
+    found = []
+    for call in (torch.compile(both, backend="aot_eager"), both):
+        leaf = x.clone().requires_grad_()
+        y, r = call(leaf * 1.5)
+        ((y * dy).sum() + (r.flatten(0, 1) * dr).sum()).backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(*found)

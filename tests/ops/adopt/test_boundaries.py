@@ -561,3 +561,41 @@ def test_a_class_that_a_tool_patches_between_two_calls_of_adopt_is_recognised_as
     assert second[0].has_own_forward() and not first[0].has_own_forward()
     for model in (first, second, copy.deepcopy(first), copy.deepcopy(second)):
         torch.testing.assert_close(model(x), expected)
+
+
+class Breaking(nn.Module):
+    """A block whose graph breaks in one place."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.n1, self.attn, self.n2, self.mlp = (
+            where,
+            nn.LayerNorm(N),
+            nn.Linear(N, N),
+            nn.LayerNorm(N),
+            nn.Linear(N, N),
+        )
+
+    def forward(self, x):
+        x = self.at(2, x + self.at(1, self.attn(self.at(0, self.n1(x)))))
+        return x + self.mlp(self.at(3, self.n2(x)))
+
+    def at(self, place, x):
+        if place == self.where:
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_compiled_blocks_have_their_gradients_where_the_graph_breaks(where, device, kernel):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Breaking(where) for _ in range(2))).to(device)
+    adopted, x = copy.deepcopy(model), torch.randn(2, 5, N, device=device)
+    assert len(adopt(adopted, verbose=False).blocks) == 2
+    found, wanted = (
+        torch.autograd.grad(call(x).sin().sum(), [*one.parameters()])
+        for call, one in ((torch.compile(adopted, backend="aot_eager"), adopted), (model, model))
+    )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -245,7 +245,8 @@ def test_compiled_without_a_graph_break(kind, device, kernel):
 
 def test_a_modulated_norm_and_the_stream_past_it_are_one_node_and_so_is_a_gated_sum(device, kernel):
     _, adopted, _, inputs = models_of(DiT, device)
-    nodes, todo = set(), [adopted(inputs[0].requires_grad_() * 1, *inputs[1:]).grad_fn]
+    y = adopted(inputs[0].requires_grad_() * 1, *inputs[1:])  # which keeps the nodes alive
+    nodes, todo = set(), [y.grad_fn]
     while todo:
         if (node := todo.pop()) is not None and node not in nodes:
             nodes.add(node)

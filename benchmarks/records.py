@@ -76,7 +76,7 @@ RECORDS = (
     Record("llama_mlp", f"{LLAMA} model.dropout=0.0 ablate.switch=mlp", 2),
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre", 5),
     Record("shakespeare_char", CHAR, 4),
-    Record("adoption", "-m adoption.benchmark", 6),
+    Record("adoption", "-m adoption.benchmark", 5.5),
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 2.5),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("activation", "-m benchmarks.activation", 0.5),
@@ -85,8 +85,7 @@ RECORDS = (
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 2),
     Record("host", "-m benchmarks.host", 0.75),
     Record("memory", "-m benchmarks.memory", 1.5),
-    Record("gpt2_processes", f"{GPT2} model.dropout=0.1 ablate.eager=false ablate.processes=3", 3.75),
-    Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=12 ablate.parity_seeds=0", 1.5),
+    Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=12 ablate.parity_seeds=0", 2.5),
     Record("overview", "compare.py study=overview", 5.5),
     Record("scaling", "-m benchmarks.scaling --ranks 1 2 --rounds 2", 7, gpus=2),
 )

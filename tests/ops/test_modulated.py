@@ -80,6 +80,10 @@ def test_values_and_gradients(device, case):
     check(draw(device, batch, tokens, width, **case), rms)
 
 
+def test_many_samples(device):
+    check(draw(device, 64, 2, 48, stream=FP32, affine=FP32))
+
+
 @pytest.mark.parametrize("uses", [("y",), ("r",)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_an_output_that_nobody_uses_has_no_part_in_gradients(device, uses, gated):

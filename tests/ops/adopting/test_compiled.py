@@ -1,0 +1,76 @@
+"""Adopted models under torch.compile: one graph where the model alone makes one, and blocks that share theirs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ops import adopt
+
+from .toys import N
+
+DEPTH = 10  # more blocks than Dynamo compiles one function anew for
+
+
+class Breaking(nn.Module):
+    """A block whose graph breaks in one place, or nowhere."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.n1, self.n2 = where, nn.LayerNorm(N), nn.LayerNorm(N)
+        self.attn, self.mlp = nn.Linear(N, N), nn.Linear(N, N)
+
+    def forward(self, x):
+        x = self.at(2, x + self.at(1, self.attn(self.at(0, self.n1(x)))))
+        return x + self.mlp(self.at(3, self.n2(x)))
+
+    def at(self, place, x):
+        if place == self.where:
+            torch._dynamo.graph_break()
+        return x
+
+
+def models(where, depth, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Breaking(where) for _ in range(depth))).to(device)
+    adopted = copy.deepcopy(model)
+    assert len(adopt(adopted, verbose=False).blocks) == depth
+    return model, adopted
+
+
+def gradients(model, x):
+    return torch.autograd.grad(model(x).sin().sum(), [*model.parameters()])
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_blocks_have_their_gradients_where_the_graph_breaks(where, device, kernel):
+    model, adopted = models(where, 2, device)
+    x = torch.randn(2, 5, N, device=device)
+    wanted = gradients(model, x)
+    torch._dynamo.reset()
+    adopted.compile(backend="aot_eager")
+    for a, b in zip(gradients(adopted, x), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("where", "whole"), [(None, False), (0, False), (1, True), (2, False), (3, True)])
+def test_as_many_graphs_serve_all_adopted_blocks_as_serve_those_of_the_model(where, whole, device):
+    x, counts = torch.randn(2, 5, N, device=device, requires_grad=True), []
+    for model in models(where, DEPTH, device):
+        torch._dynamo.reset()
+        graphs = CompileCounterWithBackend("aot_eager")
+        for one in (model,) if whole else model:
+            one.compile(backend=graphs)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            gradients(model, x)
+        counts.append(graphs.frame_count)
+    assert counts[0] == counts[1] and (where is not None or counts[0] == 1)
+
+
+def test_dynamo_counts_the_graphs_of_each_adopted_class_apart():
+    """Up to its limit, which would else be one for all blocks of all models in a process."""
+    blocks = [type(f"Block{i}", (Breaking,), {})(None) for i in range(2)]
+    adopt(nn.ModuleList(blocks), verbose=False)
+    assert blocks[0].forward.__code__ is not blocks[1].forward.__code__

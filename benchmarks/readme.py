@@ -32,13 +32,13 @@ from statistics import stdev
 from typing import Any
 
 from ablation import plots
+from ablation.records import Recorded, controls, fastest, speedup, steps_of
 from benchmarks import host, memory, report, scaling
 from benchmarks.command import FOLDER
-from measure.comparison import TORCH, TWIN, is_twin
+from measure.comparison import TORCH
 from measure.environment import LIBRARIES
 from measure.files import replace_text
 from measure.sources import ROOT, changes, other_versions
-from measure.statistics import Interval, Spread
 from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,7 +62,6 @@ HEADLINE = {  # what README shows: record and title of a cell, and its name in w
     ("shakespeare_char", "compiled"): "character model 10M, compiled, no CUDA graph",
 }
 HEADLINED = list(dict.fromkeys(record for record, _ in HEADLINE))
-Cell = dict[str, Any]  # of a report.json
 Files = Mapping[str, dict[str, Any]]  # results, by the name of their record
 
 
@@ -84,28 +83,12 @@ def ablations_in(folder: Path) -> list[str]:
     return [path.parent.name for path in sorted(folder.glob("ablation/*/report.json")) if "cells" in load(path)]
 
 
-def cells_of(files: Files) -> list[tuple[str, Cell]]:
+def cells_of(files: Files) -> list[tuple[str, Recorded]]:
     """With the names of their records."""
     return [(name, cell) for name, file in files.items() for cell in file["cells"]]
 
 
-def steps_of(cell: Cell) -> dict[str, Spread]:
-    """The step times of norms' implementations."""
-    return {name: Spread(**of["step_ms"]) for name, of in cell["arms"].items() if name != "nanogpt" and not is_twin(name)}
-
-
-def fastest(cell: Cell) -> str:
-    """The fastest arm beside the subject."""
-    steps = steps_of(cell)
-    return min((name for name in steps if name != cell["subject"]), key=lambda name: steps[name].median)
-
-
-def speedup(cell: Cell, base: str, arm: str = "") -> Interval:
-    """Of an arm, by default the subject."""
-    return Interval(**cell["pairs"][base][arm or cell["subject"]]["speedup"])
-
-
-def title_of(cell: Cell) -> str:
+def title_of(cell: Recorded) -> str:
     return label(cell["overrides"], cell["mode"])
 
 
@@ -122,7 +105,7 @@ def ablation(files: Files, root: str) -> str:
             ms[cell["subject"]],
             interval_text(speedup(cell, other)),
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
-            " and ".join(interval_text(speedup(cell, b, b + TWIN)) for b, of in cell["pairs"].items() if b + TWIN in of),
+            " and ".join(map(interval_text, controls(cell))),
             f"{limit:.3f}" if (limit := limits.get(other)) else NOTHING,
         ])  # fmt: skip
     header = ["configuration", "torch ms", "fastest other arm, ms", "fused ms", "speed-up over it (95 %)", "over torch"]
@@ -150,7 +133,7 @@ def headline(files: Files, _: str) -> str:
     return compact_markdown([*header, "over norms that are not compiled", "GiB saved"], rows)
 
 
-def named(files: Files) -> dict[str, Cell]:
+def named(files: Files) -> dict[str, Recorded]:
     """The cells of HEADLINE, by their names in words. Raises ValueError: one of these records lacks one."""
     found = {(name, title_of(cell)): cell for name, cell in cells_of(files)}
     of = {words: key for key, words in HEADLINE.items() if key[0] in files}
@@ -312,13 +295,7 @@ def draw(folder: Path) -> None:
     paths = [path_of(folder, name) for name in HEADLINED]
     if all(path.exists() for path in paths):
         files = dict(zip(HEADLINED, map(load, paths), strict=True))
-        bars = []
-        for words, cell in named(files).items():
-            steps = steps_of(cell)
-            bases = sorted(steps.keys() - {cell["subject"]}, key=lambda name: steps[name].median)
-            controls = [Interval(**of[base + TWIN]["speedup"]) for base, of in cell["pairs"].items() if base + TWIN in of]
-            bars.append(plots.Bars(words, steps, {base: speedup(cell, base) for base in bases}, controls))
-        plots.lead(bars, folder / "lead.png", origin(files)[0], "A training step with each norm")
+        plots.lead(named(files), folder / "lead.png", origin(files)[0], "A training step with each norm")
     if (folder / "norms_models.json").exists():
         report.plot(load(folder / "norms_models.json"), folder / "norms_models.png")
 

@@ -3,18 +3,17 @@
 python -m benchmarks.readme            rewrites tables and figures, and draws the pictures beside their records
 python -m benchmarks.readme --check    fails if a table or a figure is not what the records say
 
-    <!-- benchmarks: norms_models nvidia-h200 1152 2304 -->
+    <!-- benchmarks: ablation nvidia-h200 gpt2 llama -->
     anything here is replaced
     <!-- end of benchmarks -->
 
-Words behind the GPU's name choose rows: of `norms_models` widths, of `ablation` and `headline` records. `headline` has those of
-HEADLINE, in words. `study` is the table of one study. `origin` says where the records that it names are from, for a page with
-figures of them. A page may name a record before it is there.
+Words behind the GPU's name choose records of `ablation` and `headline`, which has those of HEADLINE, in words. `origin` says
+where the records that it names are from, for a page with figures of them. A page may name a record before it is there.
 
     one call takes <!-- figure: nvidia-h100 host us:.0f provider=ours direction=forward -->37<!-- end --> µs
 
 A figure is a field of the rows of a record (`rows_of`) that have these values, in the format behind the colon; of several rows
-it is the lowest to the highest. `us*.001:.2f` is a multiple, and words with spaces stand in quotes.
+it is the lowest to the highest. Words with spaces stand in quotes.
 
 The line under a table names GPU, versions and revision, and says what has changed since (measure/sources.py). --check asks that
 it says so of the modules, and not that it names all of them.
@@ -28,7 +27,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 from ablation import plots
@@ -45,7 +43,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: \w+)*) -->\n).*?(<!-- end of benchmarks -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: ([\w-]+) (\w+) ([^>]+?) -->).*?(<!-- end -->)", re.DOTALL)
 CHANGED = re.compile(r"^Old.* (has|have) changed\.$", re.MULTILINE)
-FIELD = re.compile(r"(?P<name>[^*:]+)(?:\*(?P<times>[\d.e-]+))?(?::(?P<format>.+))?")
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation", "gated", "modulated"), report.markdown),
     "adoption": report.adoption,
@@ -143,11 +140,6 @@ def named(files: Files) -> dict[str, Recorded]:
     return {words: found[key] for words, key in of.items()}
 
 
-def study(files: Files, _: str) -> str:
-    (file,) = files.values()
-    return compact_markdown(*file["table"])
-
-
 # ---- pages -----------------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +190,7 @@ def rewritten(text: str, page: Path, folder: Path) -> str:
 
     for pattern, replace, form in (
         (BLOCK, block, "benchmarks: TABLE GPU [ROWS …]"),
-        (FIGURE, lambda match: figure(match, folder), "figure: GPU RECORD FIELD[*NUMBER][:FORMAT] [KEY=VALUE …]"),
+        (FIGURE, lambda match: figure(match, folder), "figure: GPU RECORD FIELD[:FORMAT] [KEY=VALUE …]"),
     ):
         marker = f"<!-- {form.partition(' ')[0]}"
         text, count = pattern.subn(replace, text)
@@ -209,18 +201,15 @@ def rewritten(text: str, page: Path, folder: Path) -> str:
 
 def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
     """A table, and where it is from."""
-    several = {"ablation": ablation, "headline": headline, "study": study, "origin": lambda *_: ""}
+    several = {"ablation": ablation, "headline": headline, "origin": lambda *_: ""}
     if name not in TABLES | several:
-        raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline, study and origin")
+        raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline and origin")
     without_words = {"ablation": ablations_in(folder), "headline": HEADLINED}.get(name, [])
     records = [name] if name in TABLES else words or without_words
     files = {record: load(path) for record in records if (path := path_of(folder, record)).exists()}
     if missing := [record for record in records if record not in files]:
         return f"Not recorded on {folder.name} yet: `python -m benchmarks.records {' '.join(missing)}`."
-    if name in several:
-        table = several[name](files, root)
-    else:
-        table = report.by_width(files[name], words) if words else TABLES[name](files[name])
+    table = several[name](files, root) if name in several else TABLES[name](files[name])
     return "\n\n".join(filter(None, [table, *origin(files)]))
 
 
@@ -233,11 +222,11 @@ def figure(match: re.Match[str], folder: Path) -> str:
     if not (path := path_of(folder / gpu, record)).exists():
         return f"{begin}(not recorded yet){end}"
     field, *keys = shlex.split(words)
+    name, _, form = field.partition(":")
     wanted = dict(key.split("=", 1) for key in keys)
-    how = FIELD.fullmatch(field)
     rows = [row for row in rows_of(load(path)) if all(str(row.get(key)) == value for key, value in wanted.items())]
-    values = [row[how["name"]] for row in rows if row.get(how["name"]) is not None] if how else []
-    if not how or not values:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    if not values:
         there = ", ".join(dict.fromkeys(chain(*rows_of(load(path)))))
         raise ValueError(f"{begin}: no row of {path} has these values and a field {field}; fields are {there}")
 
@@ -245,7 +234,7 @@ def figure(match: re.Match[str], folder: Path) -> str:
         if isinstance(value, list):  # a median and its interval
             middle, low, high = map(shown, value)
             return f"{middle} ({low} to {high})"
-        return value if isinstance(value, str) else format(value * float(how["times"] or 1), how["format"] or ".3g")
+        return value if isinstance(value, str) else format(value, form or ".3g")
 
     ends = [min(values), max(values)] if len(values) > 1 else values
     if isinstance(values[0], list) and len(values) > 1:
@@ -256,35 +245,21 @@ def figure(match: re.Match[str], folder: Path) -> str:
 
 def rows_of(file: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of a benchmark. Of an ablation a row for each arm of each cell: mode, swept keys, arm, ms, p10, p90, peak_gb,
-    launches, `over BASE` with its interval, the ms of each kind of work, and for an opponent the limit. Of one in several
-    processes a row for each pair, of a study one for each arm, as in its report."""
+    launches, `over BASE` with its interval, the ms of each kind of work, and for an opponent the limit."""
     if "records" in file:
         return file["records"]
-    if "table" in file:
-        header, rows = file["table"]
-        return [dict(zip(header, row, strict=True)) for row in rows]
-    if "cells" not in file:
-        return [
-            pair
-            | {"speedup": [pair["speedup"][at] for at in ENDS]}
-            | {"reach": max(pair["processes"]) - min(pair["processes"]), "deviation": stdev(pair["processes"])}
-            for pair in file["pairs"]
-        ]
     found = []
-    for cell in file["cells"]:
+    for cell in file.get("cells", ()):
         for name, arm in cell["arms"].items():
             times = {at: arm["step_ms"][key] for at, key in (("ms", "median"), ("p10", "p10"), ("p90", "p90"))}
             row = {"mode": cell["mode"], **cell["overrides"], "arm": name, **times}
             row |= {"peak_gb": arm["peak_gb"], "launches": arm["launches"]}
             pairs = {base: of[name]["speedup"] for base, of in cell["pairs"].items() if name in of}
-            row |= {f"over {base}": [speedup[at] for at in ENDS] for base, speedup in pairs.items()}
+            row |= {f"over {base}": [speedup[at] for at in ("median", "low", "high")] for base, speedup in pairs.items()}
             if shares := cell["attribution"]:
                 row |= {of["group"]: of["ms"] for of in shares["shares"].get(name, ())} | {"limit": shares["limits"].get(name)}
             found.append(row)
     return found
-
-
-ENDS = ("median", "low", "high")
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------------

@@ -39,11 +39,10 @@ COMPILED, ADOPTED_COMPILED, BY_HAND_COMPILED = "compiled", "adopted, compiled", 
 ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, OWN_ROTARY, OWN_MLP, LIGER, LIGER_PLAIN, COMPILED, ADOPTED_COMPILED)
 DIT_ARMS = (TORCH, AGAIN, ADOPTED, BY_HAND, COMPILED, ADOPTED_COMPILED, BY_HAND_COMPILED)
 BASES = (TORCH, LIGER, LIGER_PLAIN, BY_HAND, COMPILED, BY_HAND_COMPILED)  # that others are compared with
-PARTS = {
-    "loss": {ADOPTED: ADOPTED_PLAIN, LIGER: LIGER_PLAIN},
-    "rotary": {ADOPTED: OWN_ROTARY},
-    "MLP": {ADOPTED: OWN_MLP},
-}  # arms with and without it
+PARTS = {  # of what an arm has, and the arm without it
+    ADOPTED: {"loss": ADOPTED_PLAIN, "rotary": OWN_ROTARY, "MLP": OWN_MLP},
+    LIGER: {"loss": LIGER_PLAIN},
+}
 SAME = 0.02  # of the loss and the gradient's norm, relative: rounding to bf16 stays below
 WARM_UP = 3  # steps of each arm
 _WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "tie_word_embeddings": True}
@@ -201,8 +200,7 @@ def measure(task: Task, rounds: int, asked: Sequence[str]) -> list[Record]:
     for name in arms:
         times = spread(cycle_times(blocks[name]))
         records[name] |= {"ms": round(times.median, 3), "p10": round(times.p10, 3), "p90": round(times.p90, 3)}
-        without = [part[name] for part in PARTS.values() if name in part]
-        for base in [base for base in dict.fromkeys((*BASES, *without)) if base in arms and base != name]:
+        for base in [base for base in arms if base in (*BASES, *PARTS.get(name, {}).values()) and base != name]:
             ratio = compare_blocks(blocks[base], blocks[name]).speedup
             records[name][f"over {base}"] = [round(value, 4) for value in (ratio.median, ratio.low, ratio.high)]
     return list(records.values())
@@ -227,9 +225,9 @@ def summary(records: Sequence[Record]) -> str:
             continue
         arm, memory = record["arm"], record.get("peak_gb", NOTHING)
         rows.append([arm, number(record["ms"]), memory, *(over(record, base) for base in bases)])
-        for part, without in PARTS.items():
-            if f"over {without.get(arm)}" in record:
-                alone.append(f"The {part} alone: {arm} is {over(record, without[arm])} × as fast as without")
+        for part, without in PARTS.get(arm, {}).items():
+            if f"over {without}" in record:
+                alone.append(f"The {part} alone: {arm} is {over(record, without)} × as fast as without")
     return "\n".join([aligned(header, rows), *alone, *failed])
 
 

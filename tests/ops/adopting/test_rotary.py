@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from adoption.check import check_parity
 from ops import replace_norms, replace_rotary, restore_rotary, rotary_qk_fn
-from ops.adopt import attention
-from ops.adopt.attention import AdoptedAttention
+from ops.adopting import attention
+from ops.adopting.attention import AdoptedAttention
 
 from .toys import classes
 

@@ -121,8 +121,9 @@ def test_compiled_without_a_graph_break(checkpointed, device):
     torch.testing.assert_close(gradients(compiled(model, graphs := []), x), wanted)
     dropping, graphs = fused(Model(p=0.1, depth=1)).to(device), []
     assert checkpointed or compiled(dropping, graphs)(x).isfinite().all()
-    for graph in graphs:  # two norms and a sum of the block, and the last norm
-        assert sum("norm" in str(node.target) for node in graph.graph.nodes if node.op == "call_function") == 4
+    for graph in graphs:  # two norms of the block, and the last norm: those of the model, which Inductor fuses with the sums
+        called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        assert sum("layer_norm" in name for name in called) == 3 and not any("prenorm" in name for name in called)
 
 
 def compiled(model, graphs):

@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ops import adopt
 
+from .test_modulated import DiT
 from .toys import N
 
 DEPTH = 10  # more blocks than Dynamo compiles one function anew for
@@ -67,6 +68,42 @@ def test_as_many_graphs_serve_all_adopted_blocks_as_serve_those_of_the_model(whe
             gradients(model, x)
         counts.append(graphs.frame_count)
     assert counts[0] == counts[1] and (where is not None or counts[0] == 1)
+
+
+def test_one_graph_serves_all_conditioned_blocks(device):
+    torch._dynamo.reset()
+    graphs, blocks = CompileCounterWithBackend("aot_eager"), nn.ModuleList(DiT() for _ in range(3)).to(device)
+    x, c = (torch.randn(*shape, N, device=device, requires_grad=True) for shape in ((2, 5), (2,)))
+    plain = copy.deepcopy(blocks)
+    adopt(blocks, verbose=False)
+    for block, own in zip(blocks, plain, strict=True):
+        block.compile(backend=graphs, fullgraph=True)
+        torch.testing.assert_close(block(x, c), own(x, c), rtol=1e-4, atol=1e-5)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3"])
+def test_a_whole_model_of_transformers_trains_in_one_graph(kind, device):
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    sizes = {
+        "hidden_size": N,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{kind}ForCausalLM")(config(**sizes)).to(device)
+    model, tokens = copy.deepcopy(plain), torch.arange(16, device=device).view(2, 8)
+    adoption = adopt(model, verbose=False)
+    assert len(adoption.blocks) == len(adoption.rotary) == len(adoption.mlps) == 2 and adoption.loss
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager", fullgraph=True)
+    for one in (model, plain):
+        one(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_dynamo_counts_the_graphs_of_each_adopted_class_apart():

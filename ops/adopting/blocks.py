@@ -25,7 +25,7 @@ from .lazy import Lazy, can_go_along, look_ahead, settled, taken
 
 _CALLED_BY = "_called_by"  # of a part: the block whose forward runs, its `_mode`, and `Lazy.past`
 _NOBODY = (None, None, None)
-_HOOK = "prenorm"  # its key among a part's hooks: the same in all blocks, as Dynamo would compile a block anew for another one
+_HOOK: Any = "prenorm"  # its key among a part's hooks: the same in all blocks, or else Dynamo compiles each block anew
 
 
 @dataclass

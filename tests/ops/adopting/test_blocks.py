@@ -110,6 +110,19 @@ def test_the_stream_stays_in_fp32_where_asked(device):
     assert model.blocks[1](model.blocks[0](x)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, Llama])
+def test_under_autocast_norms_give_the_dtype_that_linear_layers_take(norm, device):
+    """Llama's has weights in fp32, which alone would make it fp32."""
+    model, seen = fused(Model(norm=norm)).to(device), []
+    for block in model.blocks:
+        for part in (block.attn, block.mlp):
+            part.linear.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    for of_graph in (True, False):
+        with torch.autocast(device.type, torch.bfloat16), torch.set_grad_enabled(of_graph):
+            model(torch.randn(3, N, device=device))
+    assert seen == [torch.bfloat16] * 8
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled_without_a_graph_break(checkpointed, device):
     torch._dynamo.reset()

@@ -123,34 +123,6 @@ def test_under_autocast_norms_give_the_dtype_that_linear_layers_take(norm, devic
     assert seen == [torch.bfloat16] * 8
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_compiled_without_a_graph_break(checkpointed, device):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, x = fused(Model(depth=1)).to(device), torch.randn(3, N, device=device)
-    wanted = gradients(model, x)
-    if checkpointed:
-        model.blocks = nn.ModuleList(Checkpointed(block, False) for block in model.blocks)
-    torch.testing.assert_close(gradients(compiled(model, graphs := []), x), wanted)
-    dropping, graphs = fused(Model(p=0.1, depth=1)).to(device), []
-    assert checkpointed or compiled(dropping, graphs)(x).isfinite().all()
-    for graph in graphs:  # two norms of the block, and the last norm: those of the model, which Inductor fuses with the sums
-        called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        assert sum("layer_norm" in name for name in called) == 3 and not any("prenorm" in name for name in called)
-
-
-def compiled(model, graphs):
-    return Compiled(torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward), model)
-
-
-class Compiled:
-    def __init__(self, call, model):
-        self.call, self.parameters = call, model.parameters
-
-    def __call__(self, x):
-        return self.call(x)
-
-
 def test_activation_checkpointing_around_a_fused_block(device):
     model, x = fused(Model(p=0.5, depth=1)).to(device), torch.randn(3, N, device=device)
     torch.manual_seed(1)

@@ -7,8 +7,8 @@
 What enters and leaves the block is a tensor, and so is what a part gives that has hooks, or that is called by anybody but the
 block's forward. Hooks of the block run around all of this.
 
-In a graph of torch.compile the sums and their norms are the model's own operations, but for norms with scale and shift:
-Inductor fuses them with what is in front and behind, where a kernel of ours would stand alone.
+In a graph of torch.compile the sums and their norms are the model's own operations, which Inductor fuses with what is in front
+and behind, but for norms with scale and shift, and sums with dropout in training: those are faster here.
 """
 
 from collections.abc import Callable
@@ -120,7 +120,9 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
 
 
 def _left_to_inductor(block: Any) -> bool:
-    return torch.compiler.is_compiling() and not block._plan.modulated and not block._in_fp32
+    plan = block._plan
+    ours = plan.modulated or block._in_fp32 or (plan.drops and block.training)
+    return torch.compiler.is_compiling() and not ours
 
 
 def _hooks(part: nn.Module, role: Role) -> dict:

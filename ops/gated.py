@@ -148,6 +148,7 @@ class GatedNorm(kit.Op):
         kernels, facts = kit.kernels("gated"), kit.device_facts(i.x.device)
         weight_bytes = 0 if i.weight is None else i.weight.itemsize
         tile = forward_tile(o.group_size, Work(vector_of(*i[:2], o.out_dtype), bytes_of(*i[:2]), 1, weight_bytes), facts)
+        tile = replace(tile, **TRY.get("forward", {}))
         variant, groups, pdl = _variant(i, o, tile, facts)
         launch = kit.Launcher(
             kernels.gated_norm_kernel, kernels.Pointers, i.x.device, ("x", "z"), num_warps=tile.warps, launch_pdl=pdl
@@ -167,8 +168,8 @@ class GatedNorm(kit.Op):
         sums = wanted.dweight is not None
         written = [dtype for dtype in wanted[:2] if dtype]
         tile = _backward_tile(o.group_size, vector_of(*b[:3], *written), bytes_of(*b[:3]), bytes_of(*written), facts)
-        wants = kit.kernels("rows").Weights(sums, *[False] * 5)
-        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=wants)
+        tile = replace(tile, **TRY.get("backward", {}))
+        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=(sums,))
         launch = kit.Launcher(
             kernels.gated_norm_backward_kernel, kernels.BackwardPointers, b.x.device, ("x", "z"), num_warps=tile.warps,
             launch_pdl=pdl,
@@ -194,6 +195,7 @@ class GatedNorm(kit.Op):
 
 
 gated_norm = GatedNorm()
+TRY: dict[str, dict] = {}
 
 
 def _backward_tile(n: int, vector: int, row_bytes: int, written_bytes: int, facts: Device) -> Tile:

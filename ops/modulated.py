@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import checks, kit
 from .norm import bytes_of, empty_as, vector_of
 from .reference import NORMS, Norm
-from .tiling import WHOLE_BACKWARD, Tile, Work, backward_tile, forward_tile
+from .tiling import WHOLE_BACKWARD, Tile, Work, backward_tile, forward_tile, most_registers
 
 
 def modulated_norm_fn(
@@ -255,6 +255,7 @@ class FusedModulatedNorm(kit.Op):
         if tile.rows == 1 and N <= 4096 and work.vector == 8 and len(vectors) > 2:
             # Scale, shift and gate wait in registers: twice as many threads (H100, 3072 columns: .92 → .96).
             tile = replace(tile, warps=2 * tile.warps, block_n=min(2 * tile.block_n, 1 << (N - 1).bit_length()))
+        tile = replace(tile, **TRY.get("forward", {}))
         variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90)
         launch = _launcher(kernels.modulated_forward_kernel, kernels.Pointers, i.x.device, tile.warps)
 
@@ -284,8 +285,9 @@ class FusedModulatedNorm(kit.Op):
         weights = max(1, sum(sums)) if N <= 4096 else min(2, max(1, sum(sums)))
         work = Work(vector_of(*rows, *written), bytes_of(*rows), weights, 0, bytes_of(*written), splittable=False)
         tile = backward_tile(N, work, facts)
+        tile = replace(tile, **TRY.get("backward", {}))
         variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums)
-        launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps)
+        launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps, TRY.get("fit") and most_registers(tile))
         finish = [_launcher(kernels.finish_modulated_kernel, kernels.FinishPointers, device, 4) for _ in FINISH]
         most_programs = facts.multiprocessors * tile.programs_per_sm
         of_rows, of_weights = wanted[:-2], wanted[-2:]
@@ -319,6 +321,7 @@ class FusedModulatedNorm(kit.Op):
 
 
 modulated_norm = FusedModulatedNorm()
+TRY: dict[str, dict] = {}
 
 # ---- launch ------------------------------------------------------------------------------------------------------------------
 
@@ -327,9 +330,9 @@ FINISH = ((8, 256), (64, 32))  # partial sums and columns at once: where few pro
 MODULATION = ("scale", "shift", "gate")
 
 
-def _launcher(kernel: Any, record: type, device: torch.device, warps: int) -> kit.Launcher:
+def _launcher(kernel: Any, record: type, device: torch.device, warps: int, most: int | None = None) -> kit.Launcher:
     pdl = kit.device_facts(device).since_sm_90 or None
-    return kit.Launcher(kernel, record, device, strided=MODULATION, num_warps=warps, launch_pdl=pdl)
+    return kit.Launcher(kernel, record, device, strided=MODULATION, num_warps=warps, launch_pdl=pdl, maxnreg=most)
 
 
 def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:

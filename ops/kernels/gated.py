@@ -26,7 +26,6 @@ from .norms import RMSNORM, inverse, norm_gradient, normalised
 from .nvidia import widen
 from .rows import (
     Place,
-    Weights,
     add_pairs,
     affine,
     block_cols,
@@ -37,7 +36,7 @@ from .rows import (
     place,
     row_sum,
 )
-from .weight_gradients import add_products, add_stored_partials, store_partials, zero_sums
+from .weight_gradients import add_stored_partials, store_partials, zero_sums
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class GatedVariant(Constants):
     LOOPED: bool = False
     STAGES: int = 1
     EARLY_START: bool = False
-    WANTED: Weights | None = None
+    WANTED: tuple[bool] = (False,)  # whether the gradient of the weight is
     SLICES: int = 1  # always, for `rows.blocks`
 
 
@@ -140,7 +139,7 @@ def gated_norm_backward_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, 
                 b_sum = store_gradients(
                     p, n, b_sum, b_x, b_z, b_dy, weights(p, here, VARIANT), b_squares, b_products, here, VARIANT
                 )
-                store_partials(p, add_stored_partials(p, b_sum, tile != first, here, VARIANT), tl.program_id(0), here, VARIANT)
+                store_partials(p, add_stored_partials(p, b_sum, tile != first, here, VARIANT), tl.program_id(0), here, VARIANT, 0, 0)
             tl.debug_barrier()  # a partial sum may be read back by another thread than wrote it
     else:
         b_weight = weights(p, place(0, 0, n.M, VARIANT), VARIANT)
@@ -151,7 +150,7 @@ def gated_norm_backward_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, 
             b_dy = load(p.dy + dense_rows(at, VARIANT), at, VARIANT)
             b_squares, b_products = row_sums(b_x, b_z, b_dy, b_weight, VARIANT)
             b_sums = store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_products, at, VARIANT)
-        store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT)
+        store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT, 0, 0)
 
 
 @triton.jit
@@ -260,8 +259,7 @@ def store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_product
     """Stores dx and dz where wanted; returns b_sums with the rows' part of dw."""
     b_rstd = tl.where(at.m_row, inverse(b_squares, VARIANT.N, n.eps, RMSNORM), 0.0)  # without eps, that of no row is no number
     b_c1 = b_products * b_rstd * b_rstd * (1.0 / VARIANT.N)
-    b_upstream = ()
-    b_normalised = ()
+    b_weight_sums = ()
     for i in tl.static_range(blocks(VARIANT)):
         b_gate, b_slope = gate(b_z[i], VARIANT)
         b_h = before_norm(b_x[i], b_gate, VARIANT)
@@ -275,6 +273,6 @@ def store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_product
         if p.dz is not None:
             b_dgate = affine(b_dy[i], block_of(b_weight, i), ()) * b_hat if VARIANT.NORM_FIRST else b_dh * b_x[i]
             tl.store(p.dz + o, b_dgate * b_slope, mask=m)
-        b_upstream += (b_u,)
-        b_normalised += (b_hat,)
-    return add_products(b_sums, 0, b_upstream, b_normalised)
+        if VARIANT.WANTED[0]:
+            b_weight_sums += (b_sums[0][i] + b_u * b_hat,)
+    return (b_weight_sums,)

@@ -70,7 +70,7 @@ def add_stored_partials(p, b_sums, stored, at, VARIANT: tl.constexpr):
     cols = block_cols(0, at, VARIANT)[None, :]
     m = (tl.arange(0, VARIANT.ROWS) == 0)[:, None] & (cols < VARIANT.N) & as_mask(stored)
     b_new = ()
-    for j in tl.static_range(6):
+    for j in tl.static_range(len(b_sums)):
         b_row = ()
         for i in tl.static_range(len(b_sums[j])):
             p_sum = partial_sum(p, tl.program_id(0), j, VARIANT) + cols

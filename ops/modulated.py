@@ -286,7 +286,7 @@ class FusedModulatedNorm(kit.Op):
         work = Work(vector_of(*rows, *written), bytes_of(*rows), weights, 0, bytes_of(*written), splittable=False)
         tile = backward_tile(N, work, facts)
         tile = replace(tile, **TRY.get("backward", {}))
-        variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums)
+        variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums, FLAT=bool(TRY.get("flat")))
         launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps, TRY.get("fit") and most_registers(tile))
         finish = [_launcher(kernels.finish_modulated_kernel, kernels.FinishPointers, device, 4) for _ in FINISH]
         most_programs = facts.multiprocessors * tile.programs_per_sm

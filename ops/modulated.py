@@ -256,7 +256,7 @@ class FusedModulatedNorm(kit.Op):
             # Scale, shift and gate wait in registers: twice as many threads (H100, 3072 columns: .92 → .96).
             tile = replace(tile, warps=2 * tile.warps, block_n=min(2 * tile.block_n, 1 << (N - 1).bit_length()))
         tile = replace(tile, **TRY.get("forward", {}))
-        variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90)
+        variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90, WEIGHT_ROWS=tile.rows if TRY.get("whole") else 1)
         launch = _launcher(kernels.modulated_forward_kernel, kernels.Pointers, i.x.device, tile.warps)
 
         def run(i):

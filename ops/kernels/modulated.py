@@ -45,6 +45,7 @@ class ModulatedVariant(Variant):
     STEP: int = 1  # scale, shift and gate of two samples lie a multiple of so many elements apart
     SCALE_OFFSET: float = 1.0  # added to scale
     FLAT: bool = False
+    WEIGHT_ROWS: int = 1
 
 
 class Pointers(NamedTuple):
@@ -102,7 +103,7 @@ def modulated_forward_kernel(
     p_scale = of_sample(p.scale, sample, scale_steps, VARIANT)
     p_shift = of_sample(p.shift, sample, shift_steps, VARIANT)
     p_gate = of_sample(p.gate, sample, gate_steps, VARIANT)
-    b_gate = load_weights(p_gate, at, VARIANT)
+    b_gate = load_weights(p_gate, at, VARIANT, 0.0, VARIANT.WEIGHT_ROWS)
     maps = ()
     if VARIANT.EARLY_WEIGHTS:
         for i in tl.static_range(blocks(VARIANT)):
@@ -112,11 +113,14 @@ def modulated_forward_kernel(
     b_residual = load_rows(p.residual, at, VARIANT)
     b_r = ()
     for i in tl.static_range(blocks(VARIANT)):
-        # Rounded before it is normalised: backward and all who read the stream see only that.
-        b = affine(b_x[i], block_of(b_gate, i), block_of(b_residual, i)).to(VARIANT.STREAM_DTYPE)
-        if p.r is not None:
-            tl.store(p.r + offsets(i, at, VARIANT), b, mask=block_mask(i, at, VARIANT))
-        b_r += (widen(b),)
+        b = b_x[i]
+        if p.residual is not None or p.gate is not None:
+            # Rounded before it is normalised: backward and all who read the stream see only that.
+            b_rounded = affine(b, block_of(b_gate, i), block_of(b_residual, i)).to(VARIANT.STREAM_DTYPE)
+            if p.r is not None:
+                tl.store(p.r + offsets(i, at, VARIANT), b_rounded, mask=block_mask(i, at, VARIANT))
+            b = widen(b_rounded)
+        b_r += (b,)
     if p.y is not None:
         b_zeros = tl.zeros([VARIANT.ROWS], tl.float32)
         n = Numbers(M, eps, 0, 1.0, distance)
@@ -295,10 +299,10 @@ def of_sample(p, sample, steps, VARIANT: tl.constexpr):
 def block_maps(p, p_scale, p_shift, i: tl.constexpr, at, VARIANT: tl.constexpr):
     """weight, bias, 1 + scale and shift of block i, as `load_weight` gives each."""
     return (
-        load_weight(p.weight, i, at, VARIANT),
-        load_weight(p.bias, i, at, VARIANT),
-        load_weight(p_scale, i, at, VARIANT, VARIANT.SCALE_OFFSET),
-        load_weight(p_shift, i, at, VARIANT),
+        load_weight(p.weight, i, at, VARIANT, 0.0, VARIANT.WEIGHT_ROWS),
+        load_weight(p.bias, i, at, VARIANT, 0.0, VARIANT.WEIGHT_ROWS),
+        load_weight(p_scale, i, at, VARIANT, VARIANT.SCALE_OFFSET, VARIANT.WEIGHT_ROWS),
+        load_weight(p_shift, i, at, VARIANT, 0.0, VARIANT.WEIGHT_ROWS),
     )
 
 

@@ -55,6 +55,8 @@ class GatedVariant(Constants):
     Z_STEP: int
     TWO_LEVELS: bool  # rows lie at one distance within a token, and tokens at another
     LOOPED: bool = False
+    AGAIN: bool = False
+    FAST: bool = False
     STAGES: int = 1
     EARLY_START: bool = False
     WANTED: tuple[bool] = (False,)  # whether the gradient of the weight is
@@ -180,11 +182,11 @@ def dense_rows(at, VARIANT: tl.constexpr):
 
 @triton.jit
 def load(p_rows, at, VARIANT: tl.constexpr):
-    """fp32 blocks, as of `rows.load_rows`, of rows that begin at these pointers."""
+    """Blocks in their own dtype, zero where masked, of rows that begin at these pointers."""
     b_row = ()
     for i in tl.static_range(blocks(VARIANT)):
         p_block = p_rows + block_cols(i, at, VARIANT)[None, :]
-        b_row += (widen(tl.load(p_block, mask=block_mask(i, at, VARIANT), other=0.0)),)
+        b_row += (tl.load(p_block, mask=block_mask(i, at, VARIANT), other=0.0),)
     return b_row
 
 
@@ -200,7 +202,13 @@ def weights(p, at, VARIANT: tl.constexpr):
 @triton.jit
 def gate(b_z, VARIANT: tl.constexpr):
     """a(z) and a′(z), fp32."""
-    b_gate = sigmoid(b_z)
+    if VARIANT.FAST:
+        b_gate = tl.inline_asm_elementwise(
+            "{ .reg .f32 %e; mul.ftz.f32 %e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 %e, %e; add.ftz.f32 %e, %e, 0f3F800000; rcp.approx.ftz.f32 $0, %e; }",
+            "=r,r", [b_z], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        b_gate = sigmoid(b_z)
     b_slope = b_gate - b_gate * b_gate
     if not VARIANT.SIGMOID:
         b_slope = b_gate + b_z * b_slope
@@ -224,8 +232,8 @@ def behind_norm(b, b_gate, VARIANT: tl.constexpr):
 def squares(b_x, b_z, VARIANT: tl.constexpr):
     b_squares = ()
     for i in tl.static_range(blocks(VARIANT)):
-        b_gate, _ = gate(b_z[i], VARIANT)
-        b_h = before_norm(b_x[i], b_gate, VARIANT)
+        b_gate, _ = gate(widen(b_z[i]), VARIANT)
+        b_h = before_norm(widen(b_x[i]), b_gate, VARIANT)
         b_squares += (b_h * b_h,)
     return b_squares
 
@@ -234,8 +242,8 @@ def squares(b_x, b_z, VARIANT: tl.constexpr):
 def store_y(p, b_x, b_z, b_rstd, at, VARIANT: tl.constexpr):
     b_weight = weights(p, at, VARIANT)
     for i in tl.static_range(blocks(VARIANT)):
-        b_gate, _ = gate(b_z[i], VARIANT)
-        b_hat = normalised(before_norm(b_x[i], b_gate, VARIANT), b_rstd, b_rstd, RMSNORM)
+        b_gate, _ = gate(widen(b_z[i]), VARIANT)
+        b_hat = normalised(before_norm(widen(b_x[i]), b_gate, VARIANT), b_rstd, b_rstd, RMSNORM)
         b_y = behind_norm(affine(b_hat, block_of(b_weight, i), ()), b_gate, VARIANT)
         o = dense_rows(at, VARIANT) + block_cols(i, at, VARIANT)[None, :]
         tl.store(p.y + o, b_y, mask=block_mask(i, at, VARIANT))
@@ -247,11 +255,22 @@ def row_sums(b_x, b_z, b_dy, b_weight, VARIANT: tl.constexpr):
     b_squares = tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32)
     b_products = b_squares
     for i in tl.static_range(blocks(VARIANT)):
-        b_gate, _ = gate(b_z[i], VARIANT)
-        b_h = before_norm(b_x[i], b_gate, VARIANT)
+        b_gate, _ = gate(widen(b_z[i]), VARIANT)
+        b_h = before_norm(widen(b_x[i]), b_gate, VARIANT)
         b_squares += b_h * b_h
-        b_products += affine(behind_norm(b_dy[i], b_gate, VARIANT), block_of(b_weight, i), ()) * b_h
+        b_products += affine(behind_norm(widen(b_dy[i]), b_gate, VARIANT), block_of(b_weight, i), ()) * b_h
     return tl.reduce((b_squares, b_products), 1, add_pairs)
+
+
+@triton.jit
+def again(b, b_rstd, VARIANT: tl.constexpr):
+    """A block in fp32, which waits for rstd. Else the compiler keeps what it found before, and that takes more registers than
+    the block in its own dtype."""
+    BITS: tl.constexpr = tl.int32 if b.dtype.primitive_bitwidth == 32 else tl.int16
+    if VARIANT.AGAIN:
+        b_zero = (b_rstd.to(tl.uint32, bitcast=True) >> 31).to(BITS)  # the sign
+        b = (b.to(BITS, bitcast=True) ^ b_zero[:, None]).to(b.dtype, bitcast=True)
+    return widen(b)
 
 
 @triton.jit
@@ -261,17 +280,19 @@ def store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_product
     b_c1 = b_products * b_rstd * b_rstd * (1.0 / VARIANT.N)
     b_weight_sums = ()
     for i in tl.static_range(blocks(VARIANT)):
-        b_gate, b_slope = gate(b_z[i], VARIANT)
-        b_h = before_norm(b_x[i], b_gate, VARIANT)
+        b_gate, b_slope = gate(again(b_z[i], b_rstd, VARIANT), VARIANT)
+        b_x_i = again(b_x[i], b_rstd, VARIANT)
+        b_dy_i = again(b_dy[i], b_rstd, VARIANT)
+        b_h = before_norm(b_x_i, b_gate, VARIANT)
         b_hat = normalised(b_h, b_rstd, b_rstd, RMSNORM)
-        b_u = behind_norm(b_dy[i], b_gate, VARIANT)
+        b_u = behind_norm(b_dy_i, b_gate, VARIANT)
         b_dh = norm_gradient(affine(b_u, block_of(b_weight, i), ()), b_h, b_hat, b_c1, b_c1, b_rstd, b_rstd, RMSNORM)
         o = dense_rows(at, VARIANT) + block_cols(i, at, VARIANT)[None, :]
         m = block_mask(i, at, VARIANT)
         if p.dx is not None:
             tl.store(p.dx + o, b_dh if VARIANT.NORM_FIRST else b_dh * b_gate, mask=m)
         if p.dz is not None:
-            b_dgate = affine(b_dy[i], block_of(b_weight, i), ()) * b_hat if VARIANT.NORM_FIRST else b_dh * b_x[i]
+            b_dgate = affine(b_dy_i, block_of(b_weight, i), ()) * b_hat if VARIANT.NORM_FIRST else b_dh * b_x_i
             tl.store(p.dz + o, b_dgate * b_slope, mask=m)
         if VARIANT.WANTED[0]:
             b_weight_sums += (b_sums[0][i] + b_u * b_hat,)

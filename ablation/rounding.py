@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +16,6 @@ from scipy import special
 from torch import Tensor, nn
 
 from measure.statistics import Interval, mean_interval
-from ops.adopt import lazy
-from ops.adopt.norms import AdoptedNorm
 
 REFERENCE, REORDERED = "reference", "reordered"
 ORDERS = 3  # of sums, beside PyTorch's own
@@ -96,15 +93,30 @@ class Sums:
         return [_finite(float(error)) for error in np.sqrt(self.squares[1:] / max(self.squares[0], 1e-300))]
 
 
+Keep = Callable[[str, Tensor | tuple[Tensor, ...]], None]  # gets the name of a norm site, and its output
+
+
+@contextmanager
+def hooked(sites: Mapping[str, nn.Module], keep: Keep) -> Iterator[None]:
+    """Calls keep for each output of each site in the forward passes inside."""
+    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in sites.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @contextmanager
 def row_scales(
-    sites: Mapping[str, nn.Module], rows: dict[str, Tensor], rounded_to: torch.dtype | None = None
+    sites: Mapping[str, nn.Module], rows: dict[str, Tensor], rounded_to: torch.dtype | None = None, watching: Callable = hooked
 ) -> Iterator[dict[str, Tensor]]:
     """⟨y, y_a⟩ / ⟨y_a, y_a⟩ of each row of a norm site's output, by site, in the (last) forward pass inside.
 
     Args:
         rows: y_a by site; the first arm, the reference, fills it.
         rounded_to: what the layers fed by the sites round y to; None: they don't.
+        watching: how outputs are seen.
     """
     scales: dict[str, Tensor] = {}
     fills = not rows
@@ -118,23 +130,8 @@ def row_scales(
         y = y.to(rounded_to or y.dtype).to(a.device, a.dtype)
         scales[name] = (y * a).sum(-1) / (a * a).sum(-1).clamp_min(1e-30)
 
-    # An adopted norm that has a hook computes nothing together with the sum before it, so it is watched.
-    adopted = {site: name for name, site in sites.items() if isinstance(site, AdoptedNorm)}
-    others = [(name, site) for name, site in sites.items() if site not in adopted]
-    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in others]
-
-    def watch(what: object, x: object, y: Any = None) -> None:
-        if what in adopted:
-            with torch.no_grad():  # so that what waits for its sum goes on waiting
-                keep(adopted[what], lazy.settled(y))
-
-    lazy.WATCH = watch
-    try:
+    with watching(sites, keep):
         yield scales
-    finally:
-        lazy.WATCH = None
-        for hook in hooks:
-            hook.remove()
 
 
 def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:

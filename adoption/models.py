@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ablation.rounding import in_another_order, row_scales
-from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
+from ablation.rounding import Keep, hooked, in_another_order, row_scales
+from ops.adopting import lazy
+from ops.adopting.norms import AdoptedNorm
+from ops.adopting.recognise import Formula, compute, may_be_a_norm, recognise
 
 Loss = Callable[[Any], Tensor]
 SHOWN = 5  # names in a message
@@ -155,7 +157,7 @@ def results_of(
     batch = tree_map(partial(_own_leaf, floats=floats), batch)
     device = device_of(model, batch)
     sites = {name: model.get_submodule(name) for name in norms}
-    with _as_before(model, device), row_scales(sites, {} if rows is None else rows, autocast) as scales:
+    with _as_before(model, device), row_scales(sites, {} if rows is None else rows, autocast, watched) as scales:
         if floats is not None and seed is None:
             # A mask that forward makes should be in the reference's dtype too: torch's attention takes one in fp32 beside an
             # fp64 query, and on CPUs computes nonsense. But what is drawn in another dtype is another number.
@@ -176,6 +178,24 @@ def results_of(
         found[f"gradient of {name}"] = torch.zeros_like(p) if g is None else g
     found |= {f"row scale of {name}": scale for name, scale in scales.items()}
     return {name: t for name, t in found.items() if t.numel()}  # an empty parameter has nothing to compare
+
+
+@contextmanager
+def watched(sites: Mapping[str, nn.Module], keep: Keep) -> Iterator[None]:
+    """As `hooked`; but an adopted norm that has a hook would compute nothing together with the sum before it."""
+    adopted = {site: name for name, site in sites.items() if isinstance(site, AdoptedNorm)}
+
+    def watch(what: Any, x: object, y: Any = None) -> None:
+        if what in adopted:
+            with torch.no_grad():  # so that what waits for its sum goes on waiting
+                keep(adopted[what], lazy.settled(y))
+
+    with hooked({name: site for name, site in sites.items() if site not in adopted}, keep):
+        lazy.WATCH = watch
+        try:
+            yield
+        finally:
+            lazy.WATCH = None
 
 
 def _own_leaf(x: Any, floats: torch.dtype | None) -> Any:

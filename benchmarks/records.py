@@ -76,7 +76,7 @@ RECORDS = (
     Record("llama_mlp", f"{LLAMA} model.dropout=0.0 ablate.switch=mlp", 2),
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre", 5),
     Record("shakespeare_char", CHAR, 4),
-    Record("adoption", "-m adoption.benchmark", 5.5),
+    Record("adoption", "-m adoption.benchmark", 7.25),
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 2.5),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
     Record("activation", "-m benchmarks.activation", 0.5),

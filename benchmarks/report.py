@@ -110,24 +110,30 @@ def _cell(records: Sequence[Record]) -> str:
     return f"{mark}{ours}{mark} / {percent(peer)} {peer['provider'].partition('-')[0]}"
 
 
-ADOPTIONS = {"": (TORCH, "adopted", "Liger"), ", compiled": ("compiled", "adopted, compiled", "")}  # without Liger
+ADOPTIONS = {  # a row of a model: plain, ours, and what ours is compared with beside plain, the first that is there
+    "": (TORCH, "adopted", ("Liger", "by hand")),
+    ", compiled": ("compiled", "adopted, compiled", ("by hand, compiled",)),
+}
 
 
 def adoption(file: File) -> str:
-    """A row for each model, eager and compiled: a step plain, adopted and with Liger's kernels, and what adoption gains."""
+    """A row for each model, eager and compiled: a step plain, adopted and with Liger's kernels or by hand, and what adoption
+    gains."""
     rows = []
     for kind in dict.fromkeys(record["model"] for record in file["records"]):
         of = {r["arm"]: r for r in file["records"] if r["model"] == kind and not r.get("error")}
-        for what, (plain, ours, theirs) in ADOPTIONS.items():
+        for what, (plain, ours, others) in ADOPTIONS.items():
             if plain not in of:
                 continue
-            arms = [of.get(name, {}) for name in (plain, ours, theirs)]
-            gains = [arms[1].get(f"over {base}") for base in (plain, theirs)]
+            other = next((name for name in others if name in of), "")
+            arms = [of.get(name, {}) for name in (plain, ours, other)]
+            gains = [arms[1].get(f"over {base}") for base in (plain, other)]
             words = [interval_text(Interval(*gain) if gain else None) for gain in gains]
             cells = [f"{arm[name]:.1f}" if arm.get(name) else NOTHING for name in ("ms", "peak_gb") for arm in arms]
             rows.append([f"{kind}, {of[plain]['parameters'] / 1e6:.0f}M{what}", *cells[:3], *words, *cells[3:]])
-    header = ["a step, ms", "plain", "adopted", "with Liger", "adopted over plain (95 %)", "adopted over Liger"]
-    return compact_markdown([*header, "GiB plain", "adopted", "Liger"], rows)
+    other = "Liger, DiT by hand" if any(record["arm"] == "by hand" for record in file["records"]) else "Liger"
+    header = ["a step, ms", "plain", "adopted", f"with {other}", "adopted over plain (95 %)", f"adopted over {other}"]
+    return compact_markdown([*header, "GiB plain", "adopted", other], rows)
 
 
 # ---- the picture ------------------------------------------------------------------------------------------------------------

@@ -114,9 +114,11 @@ def _config(plain: Any, overrides: Sequence[str], of: type[Of]) -> Of:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, as Hydra reads them."""
+    """The overrides, as Hydra reads them. In a program of `hydra.main`, glob(*) is every option of a group."""
+    running = GlobalHydra.instance()
     with explained():
-        return OverridesParser.create().parse_overrides(list(overrides))
+        parser = OverridesParser.create(running.config_loader() if running.is_initialized() else None)
+        return parser.parse_overrides(list(overrides))
 
 
 def given(overrides: Sequence[str]) -> list[str]:

@@ -3,20 +3,9 @@
 Depends on torch and triton only. Copy this folder into another project and import it under any name.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .activation import gated_activation_fn
-from .adopt import (
-    Adoption,
-    adopt,
-    fuse_prenorm_block,
-    replace_loss,
-    replace_mlps,
-    replace_norms,
-    replace_rotary,
-    restore_loss,
-    restore_mlps,
-    restore_norms,
-    restore_rotary,
-)  # fmt: skip
 from .dropout import dropout_mask, seeded_dropout
 from .gated import GatedRMSNorm, gated_rms_norm_fn
 from .kernels import backend_for
@@ -28,6 +17,21 @@ from .norm import layer_norm_fn, norm_fn, rms_norm_fn
 from .reference import Norm
 from .rotary import rotary_qk_fn, rotary_qkv_fn
 from .softmax import log_softmax_fn, softmax_fn
+
+if TYPE_CHECKING:
+    from .adopting import (
+        Adoption,
+        adopt,
+        fuse_prenorm_block,
+        replace_loss,
+        replace_mlps,
+        replace_norms,
+        replace_rotary,
+        restore_loss,
+        restore_mlps,
+        restore_norms,
+        restore_rotary,
+    )  # fmt: skip
 
 __version__ = "0.1.0"
 
@@ -65,3 +69,12 @@ __all__ = [
     "seeded_dropout",
     "softmax_fn",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`adopt` and what belongs to it, imported when it is first asked for: training runs none of that code."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import adopting
+
+    return getattr(adopting, name)

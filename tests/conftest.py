@@ -50,9 +50,12 @@ def imported_is_no_garbage():
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("gpu") and not GPU:
+        if GPU and {"device", "kernel"} & {*item.fixturenames}:  # where kernels run: on the GPU that is here
+            item.add_marker("gpu")
+        elif item.get_closest_marker("gpu") and not GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

@@ -47,6 +47,8 @@ def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder(asked,
     assert folders[1:3] == ["a/b/1_norm.impl-fused_seed-2", "a/b/2_norm.impl-torch_seed-1"]
     assert train.main(["-m", "logging.name=a/b,'c d'", "device=cpu", "hydra.sweep.dir=there"]) == 0
     assert asked[4][0] == f"{tmp_path}/there/0_logging.name-a-b"
+    assert train.main(["-m", "model=glob(gpt2*,exclude=gpt2)", "device=cpu"]) == 0
+    assert [cfg.model.layers for _, cfg in asked[6:]] == [36, 24, 48], "large, medium, xl"
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,33 @@
-"""The program that times adopted models of transformers, on tiny sizes. Skipped where transformers is not installed."""
+"""The program that times adopted models, on tiny sizes."""
 
 import json
 
 import pytest
 from torch import nn
 
-pytest.importorskip("transformers", minversion="5.20")
-
 from adoption import benchmark
 from benchmarks import command
 from measure.comparison import TORCH
 
 
-def test_arms_compute_the_same_losses_and_one_that_fails_is_told_beside_the_others(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """The models that the arms compile. Nothing is timed."""
+    found = []
     monkeypatch.setattr(benchmark, "alternating_blocks", lambda steps, *_: {name: [[2.0], [4.0]] * 6 for name in steps})
     monkeypatch.setattr(benchmark, "WARM_UP", 0)
     monkeypatch.setattr(command, "SCRATCH", tmp_path)
-    compiled = []
-    monkeypatch.setattr(nn.Module, "compile", lambda model: compiled.append(model))
+    monkeypatch.setattr(nn.Module, "compile", lambda model: found.append(model))
+    return found
+
+
+def records_of(model, tmp_path):
+    benchmark.main(["--device", "cpu", "--model", model])
+    return {record["arm"]: record for record in json.loads((tmp_path / "cpu" / "adoption.json").read_text())["records"]}
+
+
+def test_arms_compute_the_same_losses_and_one_that_fails_is_told_beside_the_others(compiled, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers", minversion="5.20")
     adopt = benchmark.adopt
 
     def broken(model, loss, **how):
@@ -26,10 +36,19 @@ def test_arms_compute_the_same_losses_and_one_that_fails_is_told_beside_the_othe
         return adopt(model, loss=loss, **how)
 
     monkeypatch.setattr(benchmark, "adopt", broken)
-    benchmark.main(["--device", "cpu", "--model", "Llama"])
-    records = {record["arm"]: record for record in json.loads((tmp_path / "cpu" / "adoption.json").read_text())["records"]}
+    records = records_of("Llama", tmp_path)
     assert tuple(records) == benchmark.ARMS and len(compiled) == 2
     assert records[benchmark.ADOPTED_PLAIN]["loss"] == pytest.approx(records[TORCH]["loss"])
     assert records[benchmark.ADOPTED_PLAIN]["over torch"] == [1.0, 1.0, 1.0] and records[TORCH]["ms"] == 3.0
     assert "its first loss is" in records[benchmark.ADOPTED]["error"] and "ms" not in records[benchmark.ADOPTED]
     assert "failed: adopted: ArithmeticError" in capsys.readouterr().out
+
+
+def test_a_dit_by_hand_has_the_loss_and_gradient_of_the_plain_and_the_adopted_one(compiled, tmp_path):
+    records = records_of("DiT-B/2", tmp_path)
+    assert tuple(records) == benchmark.DIT_ARMS and len(compiled) == 3
+    for record in records.values():
+        assert "error" not in record
+        assert record["loss"] == pytest.approx(records[TORCH]["loss"], rel=1e-5)
+        assert record["gradient"] == pytest.approx(records[TORCH]["gradient"], rel=1e-4)
+    assert records[benchmark.ADOPTED]["over by hand"] == [1.0, 1.0, 1.0]

@@ -34,3 +34,22 @@ def test_models_have_a_row_each_bold_where_ours_is_faster_by_more_than_chance():
         "| 4608, Gemma 2 27B | – | 90 |",
     ]
     assert report.by_width(file(*records), ["4608"]).splitlines()[2] == "| 4608, Gemma 2 27B | – | – | 90 | – |"
+
+
+def test_a_model_has_a_row_eager_and_compiled_beside_liger_or_where_it_has_none_by_hand():
+    def step(model, arm, ms, **over):
+        gains = {f"over {base}": [gain, gain - 0.1, gain + 0.1] for base, gain in over.items()}
+        return {"model": model, "parameters": 130_000_000, "arm": arm, "ms": ms, "peak_gb": ms / 10} | gains
+
+    records = [
+        step("Llama", "torch", 60.0), step("Llama", "adopted", 40.0, torch=1.5, Liger=1.2), step("Llama", "Liger", 48.0),
+        step("DiT", "torch", 90.0), step("DiT", "adopted", 60.0, torch=1.5) | {"over by hand": [1.0, 0.9, 1.1]},
+        step("DiT", "by hand", 60.0), step("DiT", "compiled", 70.0),
+        {"model": "DiT", "arm": "adopted, compiled", "error": "no memory"},
+    ]  # fmt: skip
+    _, _, *rows = report.adoption(file(*records)).splitlines()
+    assert rows == [
+        "| Llama, 130M | 60.0 | 40.0 | 48.0 | 1.500 (1.400 to 1.600) | 1.200 (1.100 to 1.300) | 6.0 | 4.0 | 4.8 |",
+        "| DiT, 130M | 90.0 | 60.0 | 60.0 | 1.500 (1.400 to 1.600) | 1.000 (0.900 to 1.100) | 9.0 | 6.0 | 6.0 |",
+        "| DiT, 130M, compiled | 70.0 | – | – | – | – | 7.0 | – | – |",
+    ]

@@ -56,15 +56,17 @@ def test_a_branch_with_a_norm_is_as_accurate_as_pytorch(chosen, device, use_tile
     assert_as_accurate_as_pytorch(case, device)
 
 
+WIDE_BRANCHES = pairwise(
+    n=[31, 640, 768, 1000, 2304, 4096, 4608, 5376, 8192, 12288, 40000], m=[1030],
+    branch=[Norm.rmsnorm, Norm.layernorm, Norm.dyt], norm=[Norm.rmsnorm, Norm.none, Norm.layernorm, Norm.derf],
+    residual=[BF16, FP32], rowscale=["none", "learned"], dropout_p=[0.0, 0.1],
+)  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("residual", [BF16, FP32])
-@pytest.mark.parametrize("norms", [("rmsnorm", "rmsnorm"), ("none", "rmsnorm"), ("layernorm", "layernorm"), ("derf", "dyt")])
-@pytest.mark.parametrize("n", [31, 640, 768, 1000, 2304, 4096, 4608, 5376, 8192, 12288, 40000])
-def test_a_branch_with_a_norm_is_as_accurate_as_pytorch_at_real_widths(n, norms, residual, device):
-    norm, branch = (Norm[name] for name in norms)
-    for rowscale, dropout_p in (("none", 0.0), ("learned", 0.1)):
-        case = Case(norm=norm, branch=branch, residual=residual, rowscale=rowscale, dropout_p=dropout_p, m=1030, n=n)
-        assert_as_accurate_as_pytorch(case, device)
+@pytest.mark.parametrize("case", WIDE_BRANCHES, ids=describe)
+def test_a_branch_with_a_norm_is_as_accurate_as_pytorch_at_real_widths(case, device):
+    assert_as_accurate_as_pytorch(case, device)
 
 
 @pytest.mark.parametrize("case", pairwise(**MORE | {"n": [40, 2, 31, 1000, 2304], "m": [5, 1, 9]}), ids=describe)
@@ -93,15 +95,16 @@ def test_rows_far_from_zero_are_as_accurate_as_pytorch(shape, norm, device, use_
         assert (our - wanted).abs().max() <= 2 * (their - wanted).abs().max() + 1e-6
 
 
+WIDE = pairwise(
+    n=[1, 31, 256, 768, 1000, 1002, 1500, 1600, 2304, 4096, 5120, 8192, 12288, 16384, 16385, 20004, 40000, 65536],
+    norm=list(Norm), residual=[None, BF16, FP32], dropout_p=[0.0, 0.1], m=[1030], uneven=[True],
+)  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("residual", [None, BF16, FP32])
-@pytest.mark.parametrize("norm", Norm)
-@pytest.mark.parametrize(
-    "n", [1, 31, 256, 768, 1000, 1002, 1500, 1600, 2304, 4096, 5120, 8192, 12288, 16384, 16385, 20004, 40000, 65536]
-)
-def test_real_widths_are_as_accurate_as_pytorch(n, norm, residual, device):
-    for dropout_p in (0.0, 0.1):
-        assert_as_accurate_as_pytorch(Case(norm=norm, residual=residual, dropout_p=dropout_p, uneven=True, m=1030, n=n), device)
+@pytest.mark.parametrize("case", WIDE, ids=describe)
+def test_real_widths_are_as_accurate_as_pytorch(case, device):
+    assert_as_accurate_as_pytorch(case, device)
 
 
 @pytest.mark.gpu

@@ -35,3 +35,17 @@ def test_ops_imports_torch_triton_and_the_standard_library_only():
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names.append(node.module)
             assert {name.split(".")[0] for name in names} <= allowed, file.name
+
+
+def test_programs_that_train_import_nothing_of_adopt():
+    """Their records know the modules that they imported, and would be old after each change of these."""
+    code = "import sys, train, ablate, compare; print([name for name in sys.modules if name.startswith('ops.adopting')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=OPS.parent, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_adopt_is_the_function_whatever_of_it_is_imported():
+    from ops.adopting import lazy, whole
+
+    assert lazy.__package__ == "ops.adopting"
+    assert ops.adopt is whole.adopt

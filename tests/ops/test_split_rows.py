@@ -18,6 +18,11 @@ LAPS = covering(
     stages=[1, 3],
     m=[1500, 1, 37],
 )
+STEPS = covering(n=[64, 768, 2304, 8192, 16384, 40000, 65536], norm=list(Norm), dtype=[BF16, FP32])
+
+
+def name_of(chosen: dict) -> str:
+    return "-".join(map(str, chosen.values())).replace("torch.", "")
 
 
 def split(n, block_n=2048, warps=4, stages=3):
@@ -30,7 +35,7 @@ def cooperative(device):
         pytest.skip("rows are not split on this GPU")
 
 
-@pytest.mark.parametrize("chosen", LAPS, ids=lambda chosen: "-".join(map(str, chosen.values())).replace("torch.", ""))
+@pytest.mark.parametrize("chosen", LAPS, ids=name_of)
 def test_a_board_written_over_many_times_is_as_accurate_as_pytorch(chosen, device, use_tile):
     """1500 rows, each with a scale and a mean of its own, are tens of turns on an H200, and the board has four."""
     warps, block_n, n = chosen.pop("shape")
@@ -50,12 +55,10 @@ def gradient_step(n: int, device: torch.device, seed: torch.Tensor, dtype: torch
     return step
 
 
-@pytest.mark.parametrize("norm", Norm)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("n", [64, 768, 2304, 8192, 16384, 40000, 65536])
-def test_twenty_runs_and_replays_of_a_graph_give_the_same_bits(n, dtype, norm, device):
+@pytest.mark.parametrize("chosen", STEPS, ids=name_of)
+def test_twenty_runs_and_replays_of_a_graph_give_the_same_bits(chosen, device):
     seed = torch.tensor([5], device=device)
-    step, graph = gradient_step(n, device, seed, dtype, norm), torch.cuda.CUDAGraph()
+    step, graph = gradient_step(device=device, seed=seed, **chosen), torch.cuda.CUDAGraph()
     # All on one stream: autograd orders the gradient of a leaf after the stream on which the leaf was first used.
     with torch.cuda.stream(torch.cuda.Stream(device)):
         expected = step()

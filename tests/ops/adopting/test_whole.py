@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops import adopt, restore_norms
-from ops.adopt import trial, whole
-from ops.adopt.lazy import Lazy
+from ops.adopting import trial, whole
+from ops.adopting.lazy import Lazy
 
 from .lookalikes import Gemma, Llama
 from .toys import Block, Model, N, Sublayer, block_of, classes

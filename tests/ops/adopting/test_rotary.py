@@ -12,13 +12,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from adoption.check import check_parity
 from ops import replace_norms, replace_rotary, restore_rotary, rotary_qk_fn
-from ops.adopt import attention
-from ops.adopt.attention import AdoptedAttention
+from ops.adopting import attention
+from ops.adopting.attention import AdoptedAttention
 
 from .toys import classes
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.usefixtures("device")  # runs where kernels run
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": None,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ops import adopt, replace_loss, restore_loss
-from ops.adopt.loss import FusedCausalLoss
+from ops.adopting.loss import FusedCausalLoss
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

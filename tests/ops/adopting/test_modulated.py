@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ops import adopt
-from ops.adopt.lazy import Lazy
+from ops.adopting.lazy import Lazy
 from ops.modulated import MOST_COLUMNS
 
 from .toys import N

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ops import adopt, replace_norms, restore_norms
-from ops.adopt.gated import AdoptedGatedNorm
+from ops.adopting.gated import AdoptedGatedNorm
 
 from ..cases import Seen
 

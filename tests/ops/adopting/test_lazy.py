@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops import replace_norms
-from ops.adopt.blocks import Role
-from ops.adopt.lazy import Lazy, settled
+from ops.adopting.blocks import Role
+from ops.adopting.lazy import Lazy, settled
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops import adopt, replace_mlps, restore_mlps
-from ops.adopt import mlp as mlps
+from ops.adopting import mlp as mlps
 
 
 class Apart(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ops import fuse_prenorm_block, replace_norms, restore_norms
-from ops.adopt import lazy
+from ops.adopting import lazy
 
 from .lookalikes import Llama
 from .toys import Block, Model, N, block_of, classes, fused, nothing

@@ -148,7 +148,6 @@ class GatedNorm(kit.Op):
         kernels, facts = kit.kernels("gated"), kit.device_facts(i.x.device)
         weight_bytes = 0 if i.weight is None else i.weight.itemsize
         tile = forward_tile(o.group_size, Work(vector_of(*i[:2], o.out_dtype), bytes_of(*i[:2]), 1, weight_bytes), facts)
-        tile = replace(tile, **TRY.get("forward", {}))
         variant, groups, pdl = _variant(i, o, tile, facts)
         launch = kit.Launcher(
             kernels.gated_norm_kernel, kernels.Pointers, i.x.device, ("x", "z"), num_warps=tile.warps, launch_pdl=pdl
@@ -168,7 +167,6 @@ class GatedNorm(kit.Op):
         sums = wanted.dweight is not None
         written = [dtype for dtype in wanted[:2] if dtype]
         tile = _backward_tile(o.group_size, vector_of(*b[:3], *written), bytes_of(*b[:3]), bytes_of(*written), facts)
-        tile = replace(tile, **TRY.get("backward", {}))
         variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=(sums,))
         launch = kit.Launcher(
             kernels.gated_norm_backward_kernel, kernels.BackwardPointers, b.x.device, ("x", "z"), num_warps=tile.warps,
@@ -195,7 +193,7 @@ class GatedNorm(kit.Op):
 
 
 gated_norm = GatedNorm()
-TRY: dict[str, dict] = {}
+TRY: dict[str, bool] = {}
 
 
 def _backward_tile(n: int, vector: int, row_bytes: int, written_bytes: int, facts: Device) -> Tile:
@@ -214,7 +212,7 @@ def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> t
     (two_levels, x_step, z_step), groups = _steps(i.x, i.z), i.x.shape[-1] // o.group_size
     variant = kit.kernels("gated").GatedVariant(
         o.group_size, groups, o.norm_before_gate, o.activation == Gate.sigmoid, float(o.zero_centered_weight), tile.rows,
-        tile.block_n, vector_of(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, AGAIN=bool(TRY.get('again')), FAST=bool(TRY.get('fast')), EARLY_START=facts.since_sm_90,
+        tile.block_n, vector_of(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, AGAIN=tile.warps > 8, FAST=bool(TRY.get('fast')), EARLY_START=facts.since_sm_90,
         **more,
     )  # fmt: skip
     return variant, groups, facts.since_sm_90 or None

@@ -78,7 +78,7 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     # that more programs wait side by side.
     light = 2 * rows * work.row_bytes >= work.weight_bytes
     early = light and n * work.weights <= min(2048 * work.vector, 6144 * work.row_bytes)
-    warps = _power_near(rows * n / (128 * work.vector), most=1.2 if light else 1.5 if n <= 4096 else 2)
+    warps = _power_near(rows * n / (128 * work.vector), most=1.25 if light else 1.5 if n <= 4096 else 2)
     if work.drops and work.vector == 4 and warps < MOST_WARPS // 2:
         warps *= 2  # dropout computes much for each column, so more threads share it
     warps = min(warps, rows if rows > 1 else MOST_WARPS)
@@ -109,10 +109,27 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     # LayerNorm of 16 bits without a residual takes few registers: twelve warps fit.
     programs = 3 if work.weights == 2 and work.row_bytes == 4 and 1536 <= n <= 3072 else 8 // warps
     rows = _power_below(4096 / (programs * n))
-    block_n = min(_power_above(n), 32 * work.vector * warps)
-    while -(-n // block_n) % 2 == 0 and block_n < 4096:
-        block_n *= 2  # the same columns in half as many blocks
+    block_n = _merged(n, min(_power_above(n), 32 * work.vector * warps))
     return _persistent(Tile(rows, block_n, warps, 1, programs), rows * n, work, device)
+
+
+def sample_backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
+    """The backward launch for rows of samples, whose scale and gate are held beside the sums: whole rows alone.
+
+    At least 24 KB of rows are in work on a multiprocessor, by eight to sixteen warps. Wide rows have it to themselves.
+    """
+    at_once = 1 if n > 4096 else math.ceil(24 * KB / (n * work.row_bytes))
+    programs = min(8, at_once)
+    rows, warps = _power_below(at_once / programs), max(2, _power_near(8 / programs, most=1))
+    block_n = _merged(n, min(_power_above(n), 32 * work.vector * warps))
+    return _persistent(Tile(rows, block_n, warps, 1, programs), rows * n, work, device)
+
+
+def _merged(n: int, block_n: int) -> int:
+    """The same columns in half as many blocks, as long as their number is even."""
+    while -(-n // block_n) % 2 == 0 and block_n < 4096:
+        block_n *= 2
+    return block_n
 
 
 def _backward_warps(n: int, work: Work) -> int:
@@ -129,7 +146,7 @@ def _backward_warps(n: int, work: Work) -> int:
 
 
 def most_registers(tile: Tile) -> int | None:
-    """That a thread may have if all programs of a split row are to be resident; None: as many as there are."""
+    """That a thread may have if all programs of the launch are to be resident; None: as many as there are."""
     most = REGISTERS // (tile.warps * 32 * tile.programs_per_sm) // 8 * 8
     return most if most < 255 else None
 

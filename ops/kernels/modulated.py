@@ -44,8 +44,6 @@ class ModulatedVariant(Variant):
 
     STEP: int = 1  # scale, shift and gate of two samples lie a multiple of so many elements apart
     SCALE_OFFSET: float = 1.0  # added to scale
-    FLAT: bool = False
-    WEIGHT_ROWS: int = 1
 
 
 class Pointers(NamedTuple):
@@ -103,7 +101,7 @@ def modulated_forward_kernel(
     p_scale = of_sample(p.scale, sample, scale_steps, VARIANT)
     p_shift = of_sample(p.shift, sample, shift_steps, VARIANT)
     p_gate = of_sample(p.gate, sample, gate_steps, VARIANT)
-    b_gate = load_weights(p_gate, at, VARIANT, 0.0, VARIANT.WEIGHT_ROWS)
+    b_gate = load_weights(p_gate, at, VARIANT)
     maps = ()
     if VARIANT.EARLY_WEIGHTS:
         for i in tl.static_range(blocks(VARIANT)):
@@ -113,14 +111,11 @@ def modulated_forward_kernel(
     b_residual = load_rows(p.residual, at, VARIANT)
     b_r = ()
     for i in tl.static_range(blocks(VARIANT)):
-        b = b_x[i]
-        if p.residual is not None or p.gate is not None:
-            # Rounded before it is normalised: backward and all who read the stream see only that.
-            b_rounded = affine(b, block_of(b_gate, i), block_of(b_residual, i)).to(VARIANT.STREAM_DTYPE)
-            if p.r is not None:
-                tl.store(p.r + offsets(i, at, VARIANT), b_rounded, mask=block_mask(i, at, VARIANT))
-            b = widen(b_rounded)
-        b_r += (b,)
+        # Rounded before it is normalised: backward and all who read the stream see only that.
+        b = affine(b_x[i], block_of(b_gate, i), block_of(b_residual, i)).to(VARIANT.STREAM_DTYPE)
+        if p.r is not None:
+            tl.store(p.r + offsets(i, at, VARIANT), b, mask=block_mask(i, at, VARIANT))
+        b_r += (widen(b),)
     if p.y is not None:
         b_zeros = tl.zeros([VARIANT.ROWS], tl.float32)
         n = Numbers(M, eps, 0, 1.0, distance)
@@ -143,91 +138,38 @@ def modulated_backward_kernel(
         gdc_wait()  # for the kernel before; nothing may be read or written above
     first = tl.program_id(0) * each
     end = tl.minimum(first + each, all_tiles)
-    if VARIANT.FLAT:
-        flat(p, M, tokens, tiles, each, all_tiles, scale_steps, gate_steps, VARIANT)
-    else:
-        for sample in tl.range(first // tiles, (end - 1) // tiles + 1, num_stages=1):
-            at = place_of(sample, 0, tokens, VARIANT)
-            b_scale = load_weights(of_sample(p.scale, sample, scale_steps, VARIANT), at, VARIANT, VARIANT.SCALE_OFFSET)
-            b_gate = load_weights(of_sample(p.gate, sample, gate_steps, VARIANT), at, VARIANT)
-            b_weight = load_weights(p.weight, at, VARIANT)
-            b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
-            before = sample * tiles
-            for tile in tl.range(tl.maximum(first, before), tl.minimum(end, before + tiles), num_stages=VARIANT.STAGES):
-                if VARIANT.PREFETCH:
-                    prefetch_inputs(p, tile + VARIANT.STAGES - 1, M, VARIANT)
-                at = place_of(sample, tile - before, tokens, VARIANT)
-                b_dz = load_rows(p.dr, at, VARIANT)
-                b_x = load_rows(p.x, at, VARIANT)
-                if p.dy is not None:
-                    b_r = load_rows(p.r, at, VARIANT)
-                    b_dy = load_rows(p.dy, at, VARIANT)
-                    b_rstd, b_mean = load_stats(p.stats, None, at, VARIANT.NORM, VARIANT.ROWS)
-                    b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT.NORM, VARIANT)
-                    b_sums = add_products(b_sums, 0, b_dy, b_xhat)
-                    b_g = weighted(weighted(b_dy, b_scale, (), (), VARIANT), b_weight, (), (), VARIANT)
-                    b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.NORM)
-                    b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT.N)
-                if VARIANT.WANTED[2]:
-                    b_sums = add_products(b_sums, 2, b_dz, b_x)
-                for i in tl.static_range(blocks(VARIANT)):
-                    o, m = offsets(i, at, VARIANT), block_mask(i, at, VARIANT)
-                    if p.dresidual is not None:
-                        tl.store(p.dresidual + o, b_dz[i], mask=m)
-                    if p.dx is not None:
-                        tl.store(p.dx + o, affine(b_dz[i], block_of(b_gate, i), ()), mask=m)
-            # Of two pairs of a program and a sample, the later one has a later place.
-            store_partials(p, b_sums, tl.program_id(0) + sample, place_of(sample, 0, tokens, VARIANT), VARIANT, 0, 2)
-
-
-@triton.jit
-def flat(p, M, tokens, tiles, each, all_tiles, scale_steps, gate_steps, VARIANT: tl.constexpr):
-    first = tl.program_id(0) * each
-    end = tl.minimum(first + each, all_tiles)
-    sample = first // tiles
-    begin = sample * tiles
-    b_scale, b_gate = of_modulation(p, sample, scale_steps, gate_steps, tokens, VARIANT)
-    b_weight = load_weights(p.weight, place_of(0, 0, tokens, VARIANT), VARIANT)
-    b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
-    for tile in tl.range(first, end, num_stages=VARIANT.STAGES):
-        if tile == begin + tiles:
-            store_partials(p, b_sums, tl.program_id(0) + sample, place_of(0, 0, tokens, VARIANT), VARIANT, 0, 2)
-            sample += 1
-            begin += tiles
-            b_scale, b_gate = of_modulation(p, sample, scale_steps, gate_steps, tokens, VARIANT)
-            b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
-        if VARIANT.PREFETCH:
-            prefetch_inputs(p, tile + VARIANT.STAGES - 1, M, VARIANT)
-        at = place_of(tile // tiles, tile % tiles, tokens, VARIANT)
-        b_dz = load_rows(p.dr, at, VARIANT)
-        b_x = load_rows(p.x, at, VARIANT)
-        if p.dy is not None:
-            b_r = load_rows(p.r, at, VARIANT)
-            b_dy = load_rows(p.dy, at, VARIANT)
-            b_rstd, b_mean = load_stats(p.stats, None, at, VARIANT.NORM, VARIANT.ROWS)
-            b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT.NORM, VARIANT)
-            b_sums = add_products(b_sums, 0, b_dy, b_xhat)
-            b_g = weighted(weighted(b_dy, b_scale, (), (), VARIANT), b_weight, (), (), VARIANT)
-            b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.NORM)
-            b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT.N)
-        if VARIANT.WANTED[2]:
-            b_sums = add_products(b_sums, 2, b_dz, b_x)
-        for i in tl.static_range(blocks(VARIANT)):
-            o, m = offsets(i, at, VARIANT), block_mask(i, at, VARIANT)
-            if p.dresidual is not None:
-                tl.store(p.dresidual + o, b_dz[i], mask=m)
-            if p.dx is not None:
-                tl.store(p.dx + o, affine(b_dz[i], block_of(b_gate, i), ()), mask=m)
-    # Of two pairs of a program and a sample, the later one has a later place.
-    store_partials(p, b_sums, tl.program_id(0) + sample, place_of(0, 0, tokens, VARIANT), VARIANT, 0, 2)
-
-
-@triton.jit
-def of_modulation(p, sample, scale_steps, gate_steps, tokens, VARIANT: tl.constexpr):
-    """SCALE_OFFSET + scale, and the gate of a sample."""
-    at = place_of(sample, 0, tokens, VARIANT)
-    b_scale = load_weights(of_sample(p.scale, sample, scale_steps, VARIANT), at, VARIANT, VARIANT.SCALE_OFFSET)
-    return b_scale, load_weights(of_sample(p.gate, sample, gate_steps, VARIANT), at, VARIANT)
+    for sample in tl.range(first // tiles, (end - 1) // tiles + 1, num_stages=1):
+        at = place_of(sample, 0, tokens, VARIANT)
+        b_scale = load_weights(of_sample(p.scale, sample, scale_steps, VARIANT), at, VARIANT, VARIANT.SCALE_OFFSET)
+        b_gate = load_weights(of_sample(p.gate, sample, gate_steps, VARIANT), at, VARIANT)
+        b_weight = load_weights(p.weight, at, VARIANT)
+        b_sums = zero_sums(VARIANT.WANTED, blocks(VARIANT), VARIANT.ROWS, VARIANT.BLOCK_N)
+        before = sample * tiles
+        for tile in tl.range(tl.maximum(first, before), tl.minimum(end, before + tiles), num_stages=VARIANT.STAGES):
+            if VARIANT.PREFETCH:
+                prefetch_inputs(p, tile + VARIANT.STAGES - 1, M, VARIANT)
+            at = place_of(sample, tile - before, tokens, VARIANT)
+            b_dz = load_rows(p.dr, at, VARIANT)
+            b_x = load_rows(p.x, at, VARIANT)
+            if p.dy is not None:
+                b_r = load_rows(p.r, at, VARIANT)
+                b_dy = load_rows(p.dy, at, VARIANT)
+                b_rstd, b_mean = load_stats(p.stats, None, at, VARIANT.NORM, VARIANT.ROWS)
+                b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT.NORM, VARIANT)
+                b_sums = add_products(b_sums, 0, b_dy, b_xhat)
+                b_g = weighted(weighted(b_dy, b_scale, (), (), VARIANT), b_weight, (), (), VARIANT)
+                b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.NORM)
+                b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT.N)
+            if VARIANT.WANTED[2]:
+                b_sums = add_products(b_sums, 2, b_dz, b_x)
+            for i in tl.static_range(blocks(VARIANT)):
+                o, m = offsets(i, at, VARIANT), block_mask(i, at, VARIANT)
+                if p.dresidual is not None:
+                    tl.store(p.dresidual + o, b_dz[i], mask=m)
+                if p.dx is not None:
+                    tl.store(p.dx + o, affine(b_dz[i], block_of(b_gate, i), ()), mask=m)
+        # Of two pairs of a program and a sample, the later one has a later place.
+        store_partials(p, b_sums, tl.program_id(0) + sample, place_of(sample, 0, tokens, VARIANT), VARIANT, 0, 2)
 
 
 @triton.jit(do_not_specialize=["tiles", "each", "scale_steps"])
@@ -299,10 +241,10 @@ def of_sample(p, sample, steps, VARIANT: tl.constexpr):
 def block_maps(p, p_scale, p_shift, i: tl.constexpr, at, VARIANT: tl.constexpr):
     """weight, bias, 1 + scale and shift of block i, as `load_weight` gives each."""
     return (
-        load_weight(p.weight, i, at, VARIANT, 0.0, VARIANT.WEIGHT_ROWS),
-        load_weight(p.bias, i, at, VARIANT, 0.0, VARIANT.WEIGHT_ROWS),
-        load_weight(p_scale, i, at, VARIANT, VARIANT.SCALE_OFFSET, VARIANT.WEIGHT_ROWS),
-        load_weight(p_shift, i, at, VARIANT, 0.0, VARIANT.WEIGHT_ROWS),
+        load_weight(p.weight, i, at, VARIANT),
+        load_weight(p.bias, i, at, VARIANT),
+        load_weight(p_scale, i, at, VARIANT, VARIANT.SCALE_OFFSET),
+        load_weight(p_shift, i, at, VARIANT),
     )
 
 

@@ -134,20 +134,20 @@ def load_rows(p, at, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def load_weights(p, at, VARIANT: tl.constexpr, OFFSET: tl.constexpr = 0.0, ROWS: tl.constexpr = 1):
+def load_weights(p, at, VARIANT: tl.constexpr, OFFSET: tl.constexpr = 0.0):
     """fp32 blocks [1, BLOCK_N] of a weight or bias, OFFSET added; an empty tuple where there is none."""
     b_weights = ()
     for i in tl.static_range(blocks(VARIANT)):
-        b_weights += load_weight(p, i, at, VARIANT, OFFSET, ROWS)
+        b_weights += load_weight(p, i, at, VARIANT, OFFSET)
     return b_weights
 
 
 @triton.jit
-def load_weight(p, i: tl.constexpr, at, VARIANT: tl.constexpr, OFFSET: tl.constexpr = 0.0, ROWS: tl.constexpr = 1):
+def load_weight(p, i: tl.constexpr, at, VARIANT: tl.constexpr, OFFSET: tl.constexpr = 0.0):
     """Block i alone, in a tuple."""
     b_weight = ()
     if p is not None:
-        cols = tl.broadcast_to(block_cols(i, at, VARIANT)[None, :], [ROWS, VARIANT.BLOCK_N])
+        cols = block_cols(i, at, VARIANT)[None, :]
         if reaches_outside(i, VARIANT):
             b = widen(tl.load(p + cols, mask=cols < VARIANT.N, other=0.0))
         else:

@@ -282,7 +282,8 @@ class FusedModulatedNorm(kit.Op):
         work = Work(vector_of(*rows, *written), bytes_of(*rows), sum(sums), written_bytes=bytes_of(*written))
         tile = sample_backward_tile(N, work, facts)
         variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums)
-        launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps, most_registers(tile))
+        registers = most_registers(tile)
+        launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps, registers)
         finish = [_launcher(kernels.finish_modulated_kernel, kernels.FinishPointers, device, 4) for _ in FINISH]
         most_programs = facts.multiprocessors * tile.programs_per_sm
         of_rows, of_weights = wanted[:-2], wanted[-2:]

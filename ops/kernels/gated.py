@@ -55,7 +55,7 @@ class GatedVariant(Constants):
     Z_STEP: int
     TWO_LEVELS: bool  # rows lie at one distance within a token, and tokens at another
     LOOPED: bool = False
-    AGAIN: bool = False
+    AGAIN: bool = False  # backward keeps rows in their own dtype while it sums them up
     FAST: bool = False
     STAGES: int = 1
     EARLY_START: bool = False
@@ -141,7 +141,7 @@ def gated_norm_backward_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, 
                 b_sum = store_gradients(
                     p, n, b_sum, b_x, b_z, b_dy, weights(p, here, VARIANT), b_squares, b_products, here, VARIANT
                 )
-                store_partials(p, add_stored_partials(p, b_sum, tile != first, here, VARIANT), tl.program_id(0), here, VARIANT, 0, 0)
+                store_partials(p, add_stored_partials(p, b_sum, tile != first, here, VARIANT), tl.program_id(0), here, VARIANT)
             tl.debug_barrier()  # a partial sum may be read back by another thread than wrote it
     else:
         b_weight = weights(p, place(0, 0, n.M, VARIANT), VARIANT)
@@ -152,7 +152,7 @@ def gated_norm_backward_kernel(p, M, eps, inner, x_steps, x_row_steps, z_steps, 
             b_dy = load(p.dy + dense_rows(at, VARIANT), at, VARIANT)
             b_squares, b_products = row_sums(b_x, b_z, b_dy, b_weight, VARIANT)
             b_sums = store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_products, at, VARIANT)
-        store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT, 0, 0)
+        store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT)
 
 
 @triton.jit
@@ -264,11 +264,10 @@ def row_sums(b_x, b_z, b_dy, b_weight, VARIANT: tl.constexpr):
 
 @triton.jit
 def again(b, b_rstd, VARIANT: tl.constexpr):
-    """A block in fp32, which waits for rstd. Else the compiler keeps what it found before, and that takes more registers than
-    the block in its own dtype."""
-    BITS: tl.constexpr = tl.int32 if b.dtype.primitive_bitwidth == 32 else tl.int16
+    """A block in fp32. With AGAIN it waits for rstd, as else the compiler keeps in fp32 what it has found before."""
     if VARIANT.AGAIN:
-        b_zero = (b_rstd.to(tl.uint32, bitcast=True) >> 31).to(BITS)  # the sign
+        BITS: tl.constexpr = tl.int32 if b.dtype.primitive_bitwidth == 32 else tl.int16
+        b_zero = (b_rstd.to(tl.uint32, bitcast=True) >> 31).to(BITS)  # the sign, which no compiler knows
         b = (b.to(BITS, bitcast=True) ^ b_zero[:, None]).to(b.dtype, bitcast=True)
     return widen(b)
 

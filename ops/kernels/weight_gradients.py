@@ -58,7 +58,7 @@ def add_products(b_sums, FIRST: tl.constexpr, b_dy, b_xhat):
 @triton.jit
 def store_partials(p, b_sums, group, at, VARIANT: tl.constexpr, FIRST: tl.constexpr = 0, LAST: tl.constexpr = 5):
     """Stores the sums FIRST to LAST over the rows of a tile as the partial sums of a group of programs."""
-    for j in tl.static_range(FIRST, LAST + 1):
+    for j in tl.static_range(FIRST, min(LAST + 1, len(b_sums))):
         for i in tl.static_range(len(b_sums[j])):
             cols = block_cols(i, at, VARIANT)
             tl.store(partial_sum(p, group, j, VARIANT) + cols, tl.sum(b_sums[j][i], 0), mask=cols < VARIANT.N)

@@ -1,18 +1,15 @@
 """Pictures of an ablation. One axis for all cells, so that lengths can be compared."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ablation.gpu_time import parts_ms
-from ablation.records import Cell, Parity
+from ablation.records import Cell, Parity, Recorded, controls, fastest, speedup, steps_of
 from ablation.rounding import MARGIN
-from measure.comparison import is_twin
 from measure.plots import ARMS, EDGE, GREY, GROUP_FILLS, INK, band, beside, dot, finish, legend_below, rows
-from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
 
 DRAWN = (0.1, 100.0)  # error ratios; those beyond are at the edge
@@ -20,52 +17,36 @@ TICKS = (0.1, 0.2, 0.5, 0.7, 1.0, MARGIN, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 KINDS = ("loss", "gradient norm", "gradients", "row scales", "parameters")  # of quantities that parity compares
 
 
-@dataclass(frozen=True)
-class Bars:
-    """A group of the lead picture: one configuration."""
-
-    title: str
-    steps_ms: Mapping[str, Spread]  # by arm; the last is the subject
-    speedups: Mapping[str, Interval]  # of the subject, by base, the fastest first
-    controls: Sequence[Interval]  # of an arm over itself
-
-
-def bars_of(cell: Cell) -> Bars:
-    arms = {name: arm for name, arm in cell.arms.items() if not is_twin(name)}
-    steps = {name: spread([ms for block in arm.blocks_ms for ms in block]) for name, arm in arms.items()}
-    others = [base for base, pairs in cell.pairs.items() if base not in cell.opponents and cell.subject in pairs]
-    speedups = {base: cell.against(base).speedup for base in (*cell.opponents, *others)}
-    return Bars(cell.title, steps, speedups, [control.speedup for control in cell.controls])
-
-
-def lead(groups: Sequence[Bars], path: Path, footer: str, title: str = "Step time") -> None:
+def lead(cells: Mapping[str, Recorded], path: Path, footer: str, title: str = "Step time") -> None:
     """Left a bar for each arm's step; right the subject's speed-up over each other arm with its interval, over the band of A/A.
 
     The axis of the speed-ups is that of the fastest other arms; a larger one is an arrowhead at its edge, and a number.
+
+    Args:
+        cells: by their titles.
     """
-    figure, (bars, gains), heights = rows([(group.title, list(group.steps_ms)) for group in groups], panels=2)
-    judged = [interval for group in groups for interval in (*list(group.speedups.values())[:1], *group.controls)]
+    figure, (bars, gains), heights = rows([(name, list(steps_of(cell))) for name, cell in cells.items()], panels=2)
+    judged = [of for cell in cells.values() for of in (speedup(cell, fastest(cell)), *controls(cell))]
     low, high = min([0.99, *(of.low for of in judged)]), max([1.02, *(of.high for of in judged)])
     gains.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
     gains.axvline(1.0, color=GREY, linewidth=1.0)
-    most, places = max(of.p90 for group in groups for of in group.steps_ms.values()), iter(heights)
-    for group in groups:
-        at = {name: next(places) for name in group.steps_ms}
-        if group.controls:
-            same = min(of.low for of in group.controls), max(of.high for of in group.controls)
-            band(gains, *same, min(at.values()), max(at.values()))
-        for name, steps in group.steps_ms.items():
+    most, places = max(of.p90 for cell in cells.values() for of in steps_of(cell).values()), iter(heights)
+    for cell in cells.values():
+        at = {name: next(places) for name in steps_of(cell)}
+        if same := controls(cell):
+            band(gains, min(of.low for of in same), max(of.high for of in same), min(at.values()), max(at.values()))
+        for name, steps in steps_of(cell).items():
             colour = ARMS.get(name, {"color": GREY})["color"]
             whiskers = [[steps.median - steps.p10], [steps.p90 - steps.median]]
             bars.barh(at[name], steps.median, 0.82, color=colour, xerr=whiskers, ecolor=EDGE, error_kw={"linewidth": 0.8})
             words = f"{steps.median:.1f} ms" if steps.median >= 10 else f"{steps.median:.2f} ms"
             bars.text(steps.p90 + 0.02 * most, at[name], words, va="center", fontsize=7.5, color=INK)
-        for name, speedup in group.speedups.items():
-            dot(gains, at[name], speedup)
-            beside(gains, at[name], interval_text(speedup))
+            if name != cell["subject"]:
+                dot(gains, at[name], speedup(cell, name))
+                beside(gains, at[name], interval_text(speedup(cell, name)))
     bars.set_xlim(0, 1.25 * most)
     bars.set_xlabel("ms a step (median; whiskers 10 to 90 %)", fontsize=8)
-    subjects = " or ".join(dict.fromkeys(list(group.steps_ms)[-1] for group in groups))
+    subjects = " or ".join(dict.fromkeys(cell["subject"] for cell in cells.values()))
     gains.set_xlabel(f"{subjects} is so many times as fast as this arm, 95 %\n(grey: an arm against itself)", fontsize=8)
     finish(figure, title, footer, path)
 

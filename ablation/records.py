@@ -11,7 +11,7 @@ from ablation.rounding import Distances, Quantity
 from measure.attribution import Kernel, Share
 from measure.comparison import TWIN, Comparison, Pairs, conclusion, cycle_times, is_twin
 from measure.files import json_text, replace_text
-from measure.statistics import spread
+from measure.statistics import Interval, Spread, spread
 from measure.tables import label
 
 
@@ -133,18 +133,52 @@ class Ablation:
 def save(ablation: Ablation, folder: Path) -> None:
     """Writes both files, report.json last. Each is replaced in one step, so that no reader sees half a file.
 
-    A line of kernels.jsonl is a kernel. report.json has the fields of this module and the verdicts, without what that and
-    cycles.jsonl have. For step times it has `block_steps`, the number in each block, and `step_ms`, their spread.
+    A line of kernels.jsonl is a kernel. report.json has the fields of this module, with cells as `recorded` makes them.
     """
-    report, kernels = asdict(ablation), list[str]()
-    for cell, found in zip(report["cells"], ablation.cells, strict=True):
-        cell["verdict"] = found.verdict
-        of_arms = cell["attribution"].pop("kernels") if cell["attribution"] else {}
-        for name, arm in cell["arms"].items():
-            blocks = arm.pop("blocks_ms")
-            arm["block_steps"] = [len(block) for block in blocks]
-            arm["step_ms"] = asdict(spread([ms for block in blocks for ms in block]))
-            of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
-            kernels += [json_text(of | kernel, ensure_ascii=False) + "\n" for kernel in of_arms.get(name, ())]
+    kernels = list[str]()
+    for cell in ablation.cells:
+        for arm, launched in (cell.attribution.kernels if cell.attribution else {}).items():
+            of = {"overrides": cell.overrides, "mode": cell.mode, "arm": arm}
+            kernels += [json_text(of | asdict(kernel), ensure_ascii=False) + "\n" for kernel in launched]
+    report = asdict(ablation) | {"cells": [recorded(cell) for cell in ablation.cells]}
     replace_text(folder / "kernels.jsonl", "".join(kernels))
     replace_text(folder / "report.json", json_text(report, indent=2, ensure_ascii=False) + "\n")
+
+
+# ---- a cell of report.json ---------------------------------------------------------------------------------------------------
+
+Recorded = dict[str, Any]
+
+
+def recorded(cell: Cell) -> Recorded:
+    """A cell with its verdict, and without what kernels.jsonl and cycles.jsonl have. For step times it has `block_steps`, the
+    number in each block, and `step_ms`, their spread."""
+    found = asdict(cell) | {"verdict": cell.verdict}
+    if cell.attribution:
+        del found["attribution"]["kernels"]
+    for arm in found["arms"].values():
+        blocks = arm.pop("blocks_ms")
+        arm["block_steps"] = [len(block) for block in blocks]
+        arm["step_ms"] = asdict(spread([ms for block in blocks for ms in block]))
+    return found
+
+
+def steps_of(cell: Recorded) -> dict[str, Spread]:
+    """By arm, without A/A."""
+    return {name: Spread(**of["step_ms"]) for name, of in cell["arms"].items() if not is_twin(name)}
+
+
+def fastest(cell: Recorded) -> str:
+    """The fastest arm beside the subject and another project's."""
+    steps = steps_of(cell)
+    return min(steps.keys() - {cell["subject"], NANOGPT}, key=lambda name: steps[name].median)
+
+
+def speedup(cell: Recorded, base: str) -> Interval:
+    """Of the subject."""
+    return Interval(**cell["pairs"][base][cell["subject"]]["speedup"])
+
+
+def controls(cell: Recorded) -> list[Interval]:
+    """A/A."""
+    return [Interval(**of[base + TWIN]["speedup"]) for base, of in cell["pairs"].items() if base + TWIN in of]

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from ablation import plots
 from ablation.gpu_time import IDLE, WAITING, parts_ms
-from ablation.records import Ablation, Cell
+from ablation.records import Ablation, Cell, recorded
 from ablation.variants import GRAPH
 from measure import tables
 from measure.comparison import NO_KERNEL, TORCH, is_different, is_twin, stalls
@@ -92,7 +92,7 @@ def _fastest(cells: Sequence[Cell]) -> Iterator[tuple[dict[str, str], str]]:
 def _pictures(ablation: Ablation, folder: Path) -> str:
     """Draws the pictures. Each has a sentence, for a reader who sees only text."""
     footer = tables.machine(ablation.environment)
-    plots.lead([plots.bars_of(cell) for cell in ablation.cells], folder / "speedup.png", footer)
+    plots.lead({cell.title: recorded(cell) for cell in ablation.cells}, folder / "speedup.png", footer)
     drawn = {"speedup": "Step time of every arm on one axis, and the speed-up over each with its 95 % interval"}
     if profiled := [cell for cell in ablation.cells if cell.attribution]:
         plots.attributions(profiled, folder / "attribution.png", footer)

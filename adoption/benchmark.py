@@ -10,8 +10,8 @@ A step is forward under autocast to bf16 with weights in fp32, as with `bf16=Tru
 update. All arms of a model are in one process, in short blocks that alternate. Arms with "plain loss" have transformers' loss,
 so that the gain of prenorm's or Liger's loss is seen by itself; with "own rotary", queries and keys are turned and normed as
 they were, with "own MLP" the MLP is. The DiT is that of examples/dit_block.py; its arms "by hand" are the example's second
-version. The compiled arms are whole models under torch.compile. An arm whose first loss or gradient is not that of the plain
-model is an error, as is one whose library can't be imported.
+version. The compiled arms are whole models under torch.compile; the larger DiT has none. An arm whose first loss or gradient is
+not that of the plain model is an error, as is one whose library can't be imported.
 """
 
 import argparse
@@ -39,11 +39,10 @@ COMPILED, ADOPTED_COMPILED, BY_HAND_COMPILED = "compiled", "adopted, compiled", 
 ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, OWN_ROTARY, OWN_MLP, LIGER, LIGER_PLAIN, COMPILED, ADOPTED_COMPILED)
 DIT_ARMS = (TORCH, AGAIN, ADOPTED, BY_HAND, COMPILED, ADOPTED_COMPILED, BY_HAND_COMPILED)
 BASES = (TORCH, LIGER, LIGER_PLAIN, BY_HAND, COMPILED, BY_HAND_COMPILED)  # that others are compared with
-PARTS = {
-    "loss": {ADOPTED: ADOPTED_PLAIN, LIGER: LIGER_PLAIN},
-    "rotary": {ADOPTED: OWN_ROTARY},
-    "MLP": {ADOPTED: OWN_MLP},
-}  # arms with and without it
+PARTS = {  # of what an arm has, and the arm without it
+    ADOPTED: {"loss": ADOPTED_PLAIN, "rotary": OWN_ROTARY, "MLP": OWN_MLP},
+    LIGER: {"loss": LIGER_PLAIN},
+}
 SAME = 0.02  # of the loss and the gradient's norm, relative: rounding to bf16 stays below
 WARM_UP = 3  # steps of each arm
 _WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "tie_word_embeddings": True}
@@ -54,9 +53,9 @@ SIZES: dict[str, dict[str, Any]] = {  # of transformers' models, about 110M para
     | {"hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},
 }
 TINY = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}  # on the CPU
-DITS = {  # tokens, channels, width, heads, blocks
-    "DiT-B/2": (256, 16, 768, 12, 12),
-    "DiT-XL/2, 8 blocks": (1024, 16, 1152, 16, 8),
+DITS = {  # tokens, channels, width, heads, blocks; and the arms. To compile the larger one too would take another minute
+    "DiT-B/2": ((256, 16, 768, 12, 12), DIT_ARMS),
+    "DiT-XL/2, 8 blocks": ((1024, 16, 1152, 16, 8), DIT_ARMS[:4]),
 }
 SAMPLES = 64
 
@@ -93,7 +92,8 @@ def of_transformers(kind: str, device: torch.device) -> Task:
 
 def of_dit(kind: str, device: torch.device) -> Task:
     modeling: Any = import_module("examples.dit_block")  # by name, as examples import from here
-    sizes, samples = (DITS[kind], SAMPLES) if device.type == "cuda" else (modeling.TINY, 2)
+    sizes, arms = DITS[kind]
+    sizes, samples = (sizes, SAMPLES) if device.type == "cuda" else (modeling.TINY, 2)
     tokens, channels, width, *_ = sizes
     plain = modeling.DiT(*sizes).to(device)
     latents, noise = (torch.randn(samples, tokens, channels, device=device) for _ in range(2))
@@ -103,7 +103,7 @@ def of_dit(kind: str, device: torch.device) -> Task:
         return model(latents, condition, noise)[1]
 
     facts = {"model": kind, "tokens": samples * tokens}
-    return Task(plain, loss, facts, DIT_ARMS, modeling, partial(modeling.FusedDiT, *sizes), steps=1)
+    return Task(plain, loss, facts, arms, modeling, partial(modeling.FusedDiT, *sizes), steps=1)
 
 
 MODELS = dict.fromkeys(SIZES, of_transformers) | dict.fromkeys(DITS, of_dit)
@@ -200,8 +200,7 @@ def measure(task: Task, rounds: int, asked: Sequence[str]) -> list[Record]:
     for name in arms:
         times = spread(cycle_times(blocks[name]))
         records[name] |= {"ms": round(times.median, 3), "p10": round(times.p10, 3), "p90": round(times.p90, 3)}
-        without = [part[name] for part in PARTS.values() if name in part]
-        for base in [base for base in dict.fromkeys((*BASES, *without)) if base in arms and base != name]:
+        for base in [base for base in arms if base in (*BASES, *PARTS.get(name, {}).values()) and base != name]:
             ratio = compare_blocks(blocks[base], blocks[name]).speedup
             records[name][f"over {base}"] = [round(value, 4) for value in (ratio.median, ratio.low, ratio.high)]
     return list(records.values())
@@ -226,9 +225,9 @@ def summary(records: Sequence[Record]) -> str:
             continue
         arm, memory = record["arm"], record.get("peak_gb", NOTHING)
         rows.append([arm, number(record["ms"]), memory, *(over(record, base) for base in bases)])
-        for part, without in PARTS.items():
-            if f"over {without.get(arm)}" in record:
-                alone.append(f"The {part} alone: {arm} is {over(record, without[arm])} × as fast as without")
+        for part, without in PARTS.get(arm, {}).items():
+            if f"over {without}" in record:
+                alone.append(f"The {part} alone: {arm} is {over(record, without)} × as fast as without")
     return "\n".join([aligned(header, rows), *alone, *failed])
 
 

@@ -4,6 +4,9 @@ python -m benchmarks.norms           every norm case, width and library: % of th
 python -m benchmarks.sites           sites with a norm of the branch, and pointwise norms
 python -m benchmarks.rotary          norm and rotary positions of queries and keys
 python -m benchmarks.losses          softmax and cross-entropy
+python -m benchmarks.activation      activations of gated MLPs
+python -m benchmarks.gated           RMSNorm beside a gate
+python -m benchmarks.modulated       norms that are modulated per sample
 python -m benchmarks.host            what one call costs the CPU, eager and compiled
 python -m benchmarks.memory          what a chain of fused blocks holds, against PyTorch's
 python -m benchmarks.scaling         weak scaling of a training step over the GPUs of a machine

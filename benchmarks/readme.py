@@ -3,18 +3,17 @@
 python -m benchmarks.readme            rewrites tables and figures, and draws the pictures beside their records
 python -m benchmarks.readme --check    fails if a table or a figure is not what the records say
 
-    <!-- benchmarks: norms_models nvidia-h200 1152 2304 -->
+    <!-- benchmarks: ablation nvidia-h200 gpt2 llama -->
     anything here is replaced
     <!-- end of benchmarks -->
 
-Words behind the GPU's name choose rows: of `norms_models` widths, of `ablation` and `headline` records. `headline` has those of
-HEADLINE, in words. `study` is the table of one study. `origin` says where the records that it names are from, for a page with
-figures of them. A page may name a record before it is there.
+Words behind the GPU's name choose records of `ablation` and `headline`, which has those of HEADLINE, in words. `origin` says
+where the records that it names are from, for a page with figures of them. A page may name a record before it is there.
 
     one call takes <!-- figure: nvidia-h100 host us:.0f provider=ours direction=forward -->37<!-- end --> µs
 
 A figure is a field of the rows of a record (`rows_of`) that have these values, in the format behind the colon; of several rows
-it is the lowest to the highest. `us*.001:.2f` is a multiple, and words with spaces stand in quotes.
+it is the lowest to the highest. Words with spaces stand in quotes.
 
 The line under a table names GPU, versions and revision, and says what has changed since (measure/sources.py). --check asks that
 it says so of the modules, and not that it names all of them.
@@ -28,24 +27,22 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from statistics import stdev
 from typing import Any
 
 from ablation import plots
+from ablation.records import Recorded, controls, fastest, speedup, steps_of
 from benchmarks import host, memory, report, scaling
 from benchmarks.command import FOLDER
-from measure.comparison import TORCH, TWIN, is_twin
+from measure.comparison import TORCH
 from measure.environment import LIBRARIES
 from measure.files import replace_text
 from measure.sources import ROOT, changes, other_versions
-from measure.statistics import Interval, Spread
 from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: \w+)*) -->\n).*?(<!-- end of benchmarks -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: ([\w-]+) (\w+) ([^>]+?) -->).*?(<!-- end -->)", re.DOTALL)
 CHANGED = re.compile(r"^Old.* (has|have) changed\.$", re.MULTILINE)
-FIELD = re.compile(r"(?P<name>[^*:]+)(?:\*(?P<times>[\d.e-]+))?(?::(?P<format>.+))?")
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation", "gated", "modulated"), report.markdown),
     "adoption": report.adoption,
@@ -62,7 +59,6 @@ HEADLINE = {  # what README shows: record and title of a cell, and its name in w
     ("shakespeare_char", "compiled"): "character model 10M, compiled, no CUDA graph",
 }
 HEADLINED = list(dict.fromkeys(record for record, _ in HEADLINE))
-Cell = dict[str, Any]  # of a report.json
 Files = Mapping[str, dict[str, Any]]  # results, by the name of their record
 
 
@@ -84,28 +80,12 @@ def ablations_in(folder: Path) -> list[str]:
     return [path.parent.name for path in sorted(folder.glob("ablation/*/report.json")) if "cells" in load(path)]
 
 
-def cells_of(files: Files) -> list[tuple[str, Cell]]:
+def cells_of(files: Files) -> list[tuple[str, Recorded]]:
     """With the names of their records."""
     return [(name, cell) for name, file in files.items() for cell in file["cells"]]
 
 
-def steps_of(cell: Cell) -> dict[str, Spread]:
-    """The step times of norms' implementations."""
-    return {name: Spread(**of["step_ms"]) for name, of in cell["arms"].items() if name != "nanogpt" and not is_twin(name)}
-
-
-def fastest(cell: Cell) -> str:
-    """The fastest arm beside the subject."""
-    steps = steps_of(cell)
-    return min((name for name in steps if name != cell["subject"]), key=lambda name: steps[name].median)
-
-
-def speedup(cell: Cell, base: str, arm: str = "") -> Interval:
-    """Of an arm, by default the subject."""
-    return Interval(**cell["pairs"][base][arm or cell["subject"]]["speedup"])
-
-
-def title_of(cell: Cell) -> str:
+def title_of(cell: Recorded) -> str:
     return label(cell["overrides"], cell["mode"])
 
 
@@ -122,7 +102,7 @@ def ablation(files: Files, root: str) -> str:
             ms[cell["subject"]],
             interval_text(speedup(cell, other)),
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
-            " and ".join(interval_text(speedup(cell, b, b + TWIN)) for b, of in cell["pairs"].items() if b + TWIN in of),
+            " and ".join(map(interval_text, controls(cell))),
             f"{limit:.3f}" if (limit := limits.get(other)) else NOTHING,
         ])  # fmt: skip
     header = ["configuration", "torch ms", "fastest other arm, ms", "fused ms", "speed-up over it (95 %)", "over torch"]
@@ -150,7 +130,7 @@ def headline(files: Files, _: str) -> str:
     return compact_markdown([*header, "over norms that are not compiled", "GiB saved"], rows)
 
 
-def named(files: Files) -> dict[str, Cell]:
+def named(files: Files) -> dict[str, Recorded]:
     """The cells of HEADLINE, by their names in words. Raises ValueError: one of these records lacks one."""
     found = {(name, title_of(cell)): cell for name, cell in cells_of(files)}
     of = {words: key for key, words in HEADLINE.items() if key[0] in files}
@@ -158,11 +138,6 @@ def named(files: Files) -> dict[str, Cell]:
         if key not in found:
             raise ValueError(f"{words!r}: the ablation {key[0]} has no cell {key[1]!r}. Record it, or correct HEADLINE.")
     return {words: found[key] for words, key in of.items()}
-
-
-def study(files: Files, _: str) -> str:
-    (file,) = files.values()
-    return compact_markdown(*file["table"])
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------------
@@ -215,7 +190,7 @@ def rewritten(text: str, page: Path, folder: Path) -> str:
 
     for pattern, replace, form in (
         (BLOCK, block, "benchmarks: TABLE GPU [ROWS …]"),
-        (FIGURE, lambda match: figure(match, folder), "figure: GPU RECORD FIELD[*NUMBER][:FORMAT] [KEY=VALUE …]"),
+        (FIGURE, lambda match: figure(match, folder), "figure: GPU RECORD FIELD[:FORMAT] [KEY=VALUE …]"),
     ):
         marker = f"<!-- {form.partition(' ')[0]}"
         text, count = pattern.subn(replace, text)
@@ -226,18 +201,15 @@ def rewritten(text: str, page: Path, folder: Path) -> str:
 
 def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
     """A table, and where it is from."""
-    several = {"ablation": ablation, "headline": headline, "study": study, "origin": lambda *_: ""}
+    several = {"ablation": ablation, "headline": headline, "origin": lambda *_: ""}
     if name not in TABLES | several:
-        raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline, study and origin")
+        raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline and origin")
     without_words = {"ablation": ablations_in(folder), "headline": HEADLINED}.get(name, [])
     records = [name] if name in TABLES else words or without_words
     files = {record: load(path) for record in records if (path := path_of(folder, record)).exists()}
     if missing := [record for record in records if record not in files]:
         return f"Not recorded on {folder.name} yet: `python -m benchmarks.records {' '.join(missing)}`."
-    if name in several:
-        table = several[name](files, root)
-    else:
-        table = report.by_width(files[name], words) if words else TABLES[name](files[name])
+    table = several[name](files, root) if name in several else TABLES[name](files[name])
     return "\n\n".join(filter(None, [table, *origin(files)]))
 
 
@@ -250,11 +222,11 @@ def figure(match: re.Match[str], folder: Path) -> str:
     if not (path := path_of(folder / gpu, record)).exists():
         return f"{begin}(not recorded yet){end}"
     field, *keys = shlex.split(words)
+    name, _, form = field.partition(":")
     wanted = dict(key.split("=", 1) for key in keys)
-    how = FIELD.fullmatch(field)
     rows = [row for row in rows_of(load(path)) if all(str(row.get(key)) == value for key, value in wanted.items())]
-    values = [row[how["name"]] for row in rows if row.get(how["name"]) is not None] if how else []
-    if not how or not values:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    if not values:
         there = ", ".join(dict.fromkeys(chain(*rows_of(load(path)))))
         raise ValueError(f"{begin}: no row of {path} has these values and a field {field}; fields are {there}")
 
@@ -262,7 +234,7 @@ def figure(match: re.Match[str], folder: Path) -> str:
         if isinstance(value, list):  # a median and its interval
             middle, low, high = map(shown, value)
             return f"{middle} ({low} to {high})"
-        return value if isinstance(value, str) else format(value * float(how["times"] or 1), how["format"] or ".3g")
+        return value if isinstance(value, str) else format(value, form or ".3g")
 
     ends = [min(values), max(values)] if len(values) > 1 else values
     if isinstance(values[0], list) and len(values) > 1:
@@ -273,35 +245,21 @@ def figure(match: re.Match[str], folder: Path) -> str:
 
 def rows_of(file: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of a benchmark. Of an ablation a row for each arm of each cell: mode, swept keys, arm, ms, p10, p90, peak_gb,
-    launches, `over BASE` with its interval, the ms of each kind of work, and for an opponent the limit. Of one in several
-    processes a row for each pair, of a study one for each arm, as in its report."""
+    launches, `over BASE` with its interval, the ms of each kind of work, and for an opponent the limit."""
     if "records" in file:
         return file["records"]
-    if "table" in file:
-        header, rows = file["table"]
-        return [dict(zip(header, row, strict=True)) for row in rows]
-    if "cells" not in file:
-        return [
-            pair
-            | {"speedup": [pair["speedup"][at] for at in ENDS]}
-            | {"reach": max(pair["processes"]) - min(pair["processes"]), "deviation": stdev(pair["processes"])}
-            for pair in file["pairs"]
-        ]
     found = []
-    for cell in file["cells"]:
+    for cell in file.get("cells", ()):
         for name, arm in cell["arms"].items():
             times = {at: arm["step_ms"][key] for at, key in (("ms", "median"), ("p10", "p10"), ("p90", "p90"))}
             row = {"mode": cell["mode"], **cell["overrides"], "arm": name, **times}
             row |= {"peak_gb": arm["peak_gb"], "launches": arm["launches"]}
             pairs = {base: of[name]["speedup"] for base, of in cell["pairs"].items() if name in of}
-            row |= {f"over {base}": [speedup[at] for at in ENDS] for base, speedup in pairs.items()}
+            row |= {f"over {base}": [speedup[at] for at in ("median", "low", "high")] for base, speedup in pairs.items()}
             if shares := cell["attribution"]:
                 row |= {of["group"]: of["ms"] for of in shares["shares"].get(name, ())} | {"limit": shares["limits"].get(name)}
             found.append(row)
     return found
-
-
-ENDS = ("median", "low", "high")
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------------
@@ -312,13 +270,7 @@ def draw(folder: Path) -> None:
     paths = [path_of(folder, name) for name in HEADLINED]
     if all(path.exists() for path in paths):
         files = dict(zip(HEADLINED, map(load, paths), strict=True))
-        bars = []
-        for words, cell in named(files).items():
-            steps = steps_of(cell)
-            bases = sorted(steps.keys() - {cell["subject"]}, key=lambda name: steps[name].median)
-            controls = [Interval(**of[base + TWIN]["speedup"]) for base, of in cell["pairs"].items() if base + TWIN in of]
-            bars.append(plots.Bars(words, steps, {base: speedup(cell, base) for base in bases}, controls))
-        plots.lead(bars, folder / "lead.png", origin(files)[0], "A training step with each norm")
+        plots.lead(named(files), folder / "lead.png", origin(files)[0], "A training step with each norm")
     if (folder / "norms_models.json").exists():
         report.plot(load(folder / "norms_models.json"), folder / "norms_models.png")
 

@@ -1,6 +1,6 @@
 """Tables of records with shares of copy bandwidth, and the picture of the norms."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,26 +76,14 @@ def markdown(file: File) -> str:
         if sizes:
             words = {BOTH: "forward and backward"}.get(direction, direction)
             what = {1: "N", 2: "tokens × N" if "tokens" in of[0] else "M × N", 3: "heads"}[len(sizes[0])]
-            cases = {record["case"] for record in of}
-            columns = {LABELS[name]: (name, direction) for name in LABELS if name in cases}
-            parts.append(_table(of, f"{words}, {what} =", columns, sizes))
+            cases = [name for name in LABELS if name in {record["case"] for record in of}]
+            rows = []
+            for size in sizes:
+                own = [record for record in of if size_of(record) == size]
+                cells = [_cell([record for record in own if record["case"] == case]) for case in cases]
+                rows.append([size_label(size), *cells])
+            parts.append(compact_markdown([f"{words}, {what} =", *(LABELS[case] for case in cases)], rows))
     return "\n\n".join(parts)
-
-
-def by_width(file: File, widths: Sequence[str]) -> str:
-    """Add + norm in both directions, ours and the best peer: a row for each of these widths."""
-    columns = {f"{LABELS[case]} {direction}": (case, direction) for case in ("add_ln", "add_rms") for direction in DIRECTIONS}
-    return _table(of_pages(file), "hidden size", columns, [(int(width),) for width in widths])
-
-
-def _table(records: Sequence[Record], corner: str, columns: Mapping[str, tuple[str, str]], sizes: Iterable[Size]) -> str:
-    """columns: case and direction, by their heading."""
-    rows = []
-    for size in sizes:
-        of = [record for record in records if size_of(record) == size]
-        cells = [[r for r in of if (r["case"], r["direction"]) == column] for column in columns.values()]
-        rows.append([size_label(size), *map(_cell, cells)])
-    return compact_markdown([corner, *columns], rows)
 
 
 def _cell(records: Sequence[Record]) -> str:

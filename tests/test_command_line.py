@@ -122,16 +122,37 @@ def test_help_and_the_config_of_a_run_are_printed_without_running_it_in_any_enco
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_writes_only_to_its_folder_and_its_cache_and_needs_no_home(tiny, tmp_path):
+PLUGIN = """
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+class Mine(SearchPathPlugin):
+    manipulate_search_path = lambda self, path: path.append("mine", "file://{}")
+"""
+
+
+def test_a_run_writes_only_to_its_folder_and_its_cache_needs_no_home_and_takes_an_installed_packages_options(
+    tiny, tmp_path, tmp_path_factory
+):
+    package = tmp_path_factory.mktemp("package")
+    for name, text in {
+        "hydra_plugins/mine.py": PLUGIN.format(package),
+        "experiment/mine.yaml": "# @package _global_\noptim: {beta1: 0.5}\n",
+    }.items():
+        (package / name).parent.mkdir()
+        (package / name).write_text(text)
     own = [f"data.cache_dir={tmp_path}/own", "train.steps=3", "folder=run", "tokenizer=bpe", "tokenizer.vocab_size=280"]
     notebook = "module://matplotlib_inline.backend_inline"  # which is no backend outside of a notebook
-    given = environment(tmp_path, HOME="/proc/none", XDG_CACHE_HOME="", MPLBACKEND=notebook, PYTHONPATH=str(ROOT))
+    given = environment(tmp_path, HOME="/proc/none", XDG_CACHE_HOME="", MPLBACKEND=notebook, PYTHONPATH=f"{ROOT}:{package}")
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *tiny, *own], cwd=tmp_path, env=given, capture_output=True, text=True
+        [sys.executable, ROOT / "train.py", "experiment=mine", *tiny, *own],
+        cwd=tmp_path,
+        env=given,
+        capture_output=True,
+        text=True,
     )
     said = [line for line in done.stderr.split("\n") if line.strip() and "writing tokens" not in line]  # a bar after 3 s
     assert (done.returncode, said) == (0, [])
     assert {path.name for path in tmp_path.iterdir()} == {"own", "run"}
+    assert "beta1: 0.5" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", ["train.py", "ablate.py", "compare.py", "sample.py"])

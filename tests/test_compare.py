@@ -20,13 +20,13 @@ from tests.forks import processes
 from tests.runs import precision, read_json, wait_until
 
 KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=12", "eval.every=4"]
-SWEEP = [*KEYS, "compare.fresh=2", "compare.race_steps=4", "compare.diverged=9"]
+SWEEP = [*KEYS, "compare.fresh=2", "compare.race_steps=4", "compare.diverged=9", "compare.timing_cycles=6"]
 
 
 @pytest.fixture(scope="module")
 def studied(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("studied") / "study"
-    assert compare.main([*tiny, *SWEEP, "compare.timing_cycles=6", f"folder={folder}"]) == 0
+    assert compare.main([*tiny, *SWEEP, f"folder={folder}"]) == 0
     return folder
 
 
@@ -122,7 +122,7 @@ def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_p
 def test_times_beside_another_baseline_are_measured_anew(studied, tiny, tmp_path, no_pictures):
     folder = tmp_path / "study"
     shutil.copytree(studied, folder)
-    other = ["compare.timing_cycles=6", "compare.baseline='norm.kind=rmsnorm'", f"folder={folder}", "resume=auto"]
+    other = ["compare.baseline='norm.kind=rmsnorm'", f"folder={folder}", "resume=auto"]
     assert compare.main([*tiny, *SWEEP, *other]) == 0
     before, after = (read_json(of / "report.json")["times"] for of in (studied, folder))
     assert [list(of) for of in after.values()] == [

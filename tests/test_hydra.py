@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
@@ -12,7 +10,7 @@ import compare
 import configs
 import train
 from configs import compose
-from tests.runs import ROOT, environment, read_json, run_folders
+from tests.runs import read_json, run_folders
 from training.metrics import NonFiniteError
 from training.start import job
 
@@ -137,19 +135,6 @@ def test_hydras_variable_adds_the_traceback_to_an_error(asked, monkeypatch, caps
         assert train.main(["norm.imp=torch"]) == 2
         said = capsys.readouterr().err
         assert ("Traceback" in said) is bool(value) and "error: norm.imp: no such key" in said
-
-
-def test_an_installed_package_may_add_its_folder_by_hydras_plugin(own, tmp_path):
-    (tmp_path / "hydra_plugins").mkdir()
-    (tmp_path / "hydra_plugins" / "mine.py").write_text(
-        "from hydra.plugins.search_path_plugin import SearchPathPlugin\n"
-        "class Mine(SearchPathPlugin):\n"
-        f"    manipulate_search_path = lambda self, path: path.append('mine', 'file://{own}')\n"
-    )
-    given = environment(tmp_path, PYTHONPATH=str(tmp_path))
-    command = [sys.executable, ROOT / "train.py", "experiment=mine", "--cfg", "job", "--package", "optim.lr"]
-    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "0.5\n"), done.stderr
 
 
 def test_a_sweeper_gets_the_last_validation_loss_and_a_job_that_raises_ends_no_other(tiny, tmp_path, monkeypatch, capfd):

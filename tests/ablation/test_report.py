@@ -6,6 +6,7 @@ import re
 import pytest
 
 from ablation import plots, report
+from ablation.records import recorded
 from measure.attribution import Share
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH
 from tests.ablation import results
@@ -98,13 +99,13 @@ def test_parity_is_drawn_as_dots_of_error_ratios_and_the_first_picture_has_the_s
     figures = []
     monkeypatch.setattr("measure.plots.save_figure", lambda figure, _: figures.append(figure))
     plots.parity([results.parity_of({}), results.parity_of({}, holds=False)], tmp_path, "card and versions")
-    plots.lead([plots.bars_of(results.ablation([{}], ["eager"]).cells[0])], tmp_path, "")
+    plots.lead({"eager": recorded(results.ablation([{}], ["eager"]).cells[0])}, tmp_path, "")
     assert "card and versions" in [text.get_text() for text in figures[0].texts]
     dots = [float(line.get_xdata()[0]) for line in figures[0].axes[0].lines if line.get_marker() == "o"]
     assert dots == pytest.approx([1.02] * 5 + [7.4] * 5)
     bars, gains = figures[1].axes
     assert [text.get_text() for text in bars.texts] == ["eager", "132.2 ms", "120.2 ms", "110.2 ms"]
-    fastest, plain = (text.get_text() for text in gains.texts)
+    plain, fastest = (text.get_text() for text in gains.texts)
     assert fastest.startswith("1.09") and plain.startswith("1.200 (")
     (dot,) = (float(line.get_xdata()[0]) for line in gains.lines if line.get_marker() == "o")
     assert dot == pytest.approx(1.091, abs=1e-3), "the fastest other arm's; that of torch is beyond the axis"

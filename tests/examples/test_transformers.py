@@ -78,7 +78,7 @@ def test_attentions_and_hidden_states_are_those_of_the_model_and_checkpointing_c
         torch.testing.assert_close(gradients(fused), plain)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])  # norms before branches, and behind them too
 def test_a_compiled_model_has_no_graph_break(name):
     torch._dynamo.reset()
     fused = copy.deepcopy(model := build(*MODELS[name], num_hidden_layers=1))
@@ -86,11 +86,3 @@ def test_a_compiled_model_has_no_graph_break(name):
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
     found, expected = (one(input_ids=TOKENS, use_cache=False).logits for one in (compiled, model))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-
-
-def test_a_second_call_of_adopt_changes_nothing():
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-    assert adopt(model, verbose=False).blocks
-    classes = [type(module) for module in model.modules()]
-    assert not adopt(model, verbose=False).blocks and classes == [type(module) for module in model.modules()]

@@ -193,7 +193,6 @@ class GatedNorm(kit.Op):
 
 
 gated_norm = GatedNorm()
-TRY: dict[str, bool] = {}
 
 
 def _backward_tile(n: int, vector: int, row_bytes: int, written_bytes: int, facts: Device) -> Tile:
@@ -212,8 +211,8 @@ def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> t
     (two_levels, x_step, z_step), groups = _steps(i.x, i.z), i.x.shape[-1] // o.group_size
     variant = kit.kernels("gated").GatedVariant(
         o.group_size, groups, o.norm_before_gate, o.activation == Gate.sigmoid, float(o.zero_centered_weight), tile.rows,
-        tile.block_n, vector_of(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, AGAIN=tile.warps > 8, FAST=bool(TRY.get('fast')), EARLY_START=facts.since_sm_90,
-        **more,
+        tile.block_n, vector_of(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, EARLY_START=facts.since_sm_90,
+        AGAIN=tile.warps > 8 and not tile.looped, **more,
     )  # fmt: skip
     return variant, groups, facts.since_sm_90 or None
 

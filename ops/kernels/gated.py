@@ -56,7 +56,6 @@ class GatedVariant(Constants):
     TWO_LEVELS: bool  # rows lie at one distance within a token, and tokens at another
     LOOPED: bool = False
     AGAIN: bool = False  # backward keeps rows in their own dtype while it sums them up
-    FAST: bool = False
     STAGES: int = 1
     EARLY_START: bool = False
     WANTED: tuple[bool] = (False,)  # whether the gradient of the weight is
@@ -202,13 +201,7 @@ def weights(p, at, VARIANT: tl.constexpr):
 @triton.jit
 def gate(b_z, VARIANT: tl.constexpr):
     """a(z) and a′(z), fp32."""
-    if VARIANT.FAST:
-        b_gate = tl.inline_asm_elementwise(
-            "{ .reg .f32 %e; mul.ftz.f32 %e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 %e, %e; add.ftz.f32 %e, %e, 0f3F800000; rcp.approx.ftz.f32 $0, %e; }",
-            "=r,r", [b_z], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        b_gate = sigmoid(b_z)
+    b_gate = sigmoid(b_z)
     b_slope = b_gate - b_gate * b_gate
     if not VARIANT.SIGMOID:
         b_slope = b_gate + b_z * b_slope

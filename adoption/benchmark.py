@@ -187,6 +187,7 @@ def measure(task: Task, rounds: int, asked: Sequence[str]) -> list[Record]:
     torch.compiler.reset()  # else the sizes of the model before make these dynamic
     try:
         for name, record in records.items():
+            vars(task.modeling).update(before)  # an arm of Liger has put its own there
             try:
                 arm = Arm(name, task)
                 record |= arm.first_steps()

@@ -125,8 +125,8 @@ def known_to_inductor(*ops: Any) -> None:
             lowering.make_fallback(op, warn=False)
 
 
-def has_hooks(module: torch.nn.Module, but: int = -1) -> bool:
-    """Whether anybody but the module's class sees what it is given and what it gives: hooks other than that with the id `but`,
+def has_hooks(module: torch.nn.Module, but: str = "") -> bool:
+    """Whether anybody but the module's class sees what it is given and what it gives: hooks other than that with the key `but`,
     hooks of all modules, or a forward that a tool has put on the instance."""
     after, ahead = module._forward_hooks, module._forward_pre_hooks
     if (after or ahead) and len(after) + len(ahead) > (but in after or but in ahead):

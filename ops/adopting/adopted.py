@@ -54,6 +54,8 @@ def adopted_class(kind: Any, own: Any, how: Any, recognised: Any) -> Any:
     body = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"_kind": kind, "_own": own, "_how": how, "_recognised": staticmethod(recognised)}
     body |= kind._made(own, how, recognised)
+    if forward := body.get("forward"):
+        forward.__code__ = forward.__code__.replace()  # by which Dynamo counts what it compiles: of each class its own
     also = how if isinstance(how, type) else own
     # The module's own methods go first, but a class can't stand before its own subclass.
     bases = (kind, also) if issubclass(also, own) else (kind, own, also)

@@ -6,6 +6,9 @@
 
 What enters and leaves the block is a tensor, and so is what a part gives that has hooks, or that is called by anybody but the
 block's forward. Hooks of the block run around all of this.
+
+In a graph of torch.compile the sums and their norms are the model's own operations, which Inductor fuses with what is in front
+and behind, but for norms with scale and shift, and sums with dropout in training: those are faster here.
 """
 
 from collections.abc import Callable
@@ -18,10 +21,11 @@ from torch import Tensor, nn
 
 from ..torch_state import has_hooks, saved_through
 from .adopted import Adopted, become
-from .lazy import Lazy, autocasts, can_go_along, look_ahead, settled
+from .lazy import Lazy, can_go_along, look_ahead, settled, taken
 
 _CALLED_BY = "_called_by"  # of a part: the block whose forward runs, its `_mode`, and `Lazy.past`
 _NOBODY = (None, None, None)
+_HOOK: Any = "prenorm"  # its key among a part's hooks: the same in all blocks, or else Dynamo compiles each block anew
 
 
 @dataclass
@@ -34,7 +38,7 @@ class Role:
     next_norm: str = ""  # path of the norm that is called on the sum
     viewed: bool = False  # it is called on a view of the sum
     waits: bool = False  # the sum gets another branch
-    follows: bool = True  # what the norm gives may take the branch's dtype, where the sum is in fp32
+    follows: bool = True  # what the norm gives may take the branch's dtype, or autocast's, where the sum is in fp32
     passes: tuple[str, ...] = ()  # paths of the modules that the output goes through before it is added
 
 
@@ -42,10 +46,9 @@ class Role:
 class Source:
     """A hook of a part: its output becomes a `Lazy`, or its input. A bound method of it can be copied and pickled."""
 
-    block: nn.Module
+    block: "AdoptedBlock"
     role: Role
     width: int
-    id: int = 0  # of the hook
 
     def enter(self, part: nn.Module, args: tuple) -> Any:
         lazy = self._lazy(part, args[0]) if args else None
@@ -60,13 +63,15 @@ class Source:
     def _lazy(self, part: nn.Module, x: Any) -> Lazy | None:
         """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
         block, role, past = self.block, self.role, None
+        if _left_to_inductor(block):
+            return None
         if not torch.compiler.is_compiling():
             block, mode, past = part.__dict__.get(_CALLED_BY, _NOBODY)
             if mode != _mode():
                 return None
         elif part_of(block, role.path) is not part:  # a graph follows no marks in checkpointed parts of it
             return None
-        if not fits(x, self.width) or x.dim() == 1 or has_hooks(part, self.id):
+        if not fits(x, self.width) or x.dim() == 1 or has_hooks(part, _HOOK):
             return None
         for path in role.passes:
             other = part_of(block, path)
@@ -91,6 +96,8 @@ def part_of(block: nn.Module, path: str) -> Any:
 
 def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict) -> Any:
     """The block's own forward, in which its norms and sums are computed together."""
+    if _left_to_inductor(block):
+        return own_forward(block, *args, **kwargs)
     argument = block._plan.argument
     if args:
         args = (_with_norm_ahead(block, args[0]), *args[1:])
@@ -100,10 +107,9 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
         return settled(own_forward(block, *args, **kwargs))
     mark: tuple = block, _mode(), {}
     marked = []
-    for source in block._sources:
-        part = part_of(block, source.role.path)
-        # Otherwise another module is in its place.
-        if part is not None and source.id in (part._forward_pre_hooks if source.role.takes else part._forward_hooks):
+    for role in block._plan.roles:
+        part = part_of(block, role.path)
+        if part is not None and _HOOK in _hooks(part, role):  # otherwise another module is in its place
             part.__dict__[_CALLED_BY] = mark
             marked.append(part)
     try:
@@ -111,6 +117,17 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
     finally:
         for part in marked:
             part.__dict__.pop(_CALLED_BY, None)
+
+
+def _left_to_inductor(block: Any) -> bool:
+    plan = block._plan
+    ours = plan.modulated or block._in_fp32 or (plan.drops and block.training)
+    return torch.compiler.is_compiling() and not ours
+
+
+def _hooks(part: nn.Module, role: Role) -> dict:
+    """Those of the part among which its `Source` is."""
+    return part._forward_pre_hooks if role.takes else part._forward_hooks
 
 
 def _mode() -> tuple:
@@ -126,20 +143,17 @@ def _with_norm_ahead(block: "AdoptedBlock", x: Any) -> Any:
     if block._in_fp32:
         dtype, x = next(block.parameters(), x).dtype, x.float()
     norm: Any = part_of(block, plan.enters) if plan.enters else None
-    one_node = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
-    gains = one_node or dtype != x.dtype
-    if norm is None or not gains or not can_go_along(norm) or not x.is_contiguous():
+    if norm is None or not can_go_along(norm) or not x.is_contiguous():
         return x
-    if plan.follows and x.dtype == torch.float32 and autocasts(x.device):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    return look_ahead(norm, x, norm.out_dtype(dtype), {})
+    own, dtype = norm.out_dtype(x.dtype), taken(norm.out_dtype(dtype), x.device, plan.follows)
+    one_node = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+    return look_ahead(norm, x, dtype, {}) if one_node or dtype is not own else x
 
 
 class AdoptedBlock(Adopted):
     """A block of somebody's model whose sums are computed in the kernels of its norms."""
 
     _plan: Any  # a `trial.Trial`
-    _sources: list[Source]
     _in_fp32: bool  # the stream
 
     @classmethod
@@ -152,16 +166,13 @@ class AdoptedBlock(Adopted):
 
     def _give_back(self) -> None:
         for module in self.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                for id in [id for id, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Source)]:
-                    del hooks[id]
+            module._forward_hooks.pop(_HOOK, None)
+            module._forward_pre_hooks.pop(_HOOK, None)
 
 
 def fuse(block: Any, plan: Any, residual_in_fp32: bool = False) -> None:
     """Raises TypeError if Python can't give the block's class a subclass."""
-    sources = [Source(block, role, plan.width) for role in plan.roles]
-    become(block, AdoptedBlock, _plan=plan, _sources=sources, _in_fp32=residual_in_fp32)
-    for source in sources:
-        part: nn.Module = block.get_submodule(source.role.path)
-        takes = source.role.takes
-        source.id = (part.register_forward_pre_hook(source.enter) if takes else part.register_forward_hook(source.leave)).id
+    become(block, AdoptedBlock, _plan=plan, _in_fp32=residual_in_fp32)
+    for role in plan.roles:
+        source, part = Source(block, role, plan.width), block.get_submodule(role.path)
+        _hooks(part, role)[_HOOK] = source.enter if role.takes else source.leave

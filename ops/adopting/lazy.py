@@ -109,6 +109,12 @@ def autocasts(device: torch.device) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
+def taken(dtype: torch.dtype, device: torch.device, follows: bool) -> torch.dtype:
+    """In which dtype a norm gives what it would give in this one: that of the matrix products behind it, as autocast would
+    convert it for each of them. follows: `blocks.Role.follows`."""
+    return torch.get_autocast_dtype(device.type) if follows and dtype is torch.float32 and autocasts(device) else dtype
+
+
 class Lazy:
     """Takes part in a program as the tensor that it stands for."""
 
@@ -169,8 +175,7 @@ class Lazy:
         kernel adds up both gradients of the stream."""
         norm, gate = self.parts["branch_norm"], self.parts["gate"]
         dtype = reduce(torch.promote_types, [t.dtype for t in (gate, shift) if t is not None], norm.out_dtype(self.x.dtype))
-        if self.roles[0].follows and dtype is torch.float32 and autocasts(self.x.device):
-            dtype = torch.get_autocast_dtype(self.x.device.type)
+        dtype = taken(dtype, self.x.device, self.roles[0].follows)
         prenorm = self.past is not None and torch.is_grad_enabled() and self.x.requires_grad
         y = norm.modulated(self.x, gate, shift, prenorm=prenorm, out_dtype=dtype, zero_centered_scale=False)
         if prenorm:
@@ -196,10 +201,9 @@ class Lazy:
         else:
             if residual.dtype is torch.float64 or self.is_modulated() or not norm.goes_with(self):
                 of = Lazy(self._plus(None))
-            dtype, own = residual.dtype, self.x.dtype
-            if self.roles[0].follows and dtype is not own and (dtype is torch.float32 or autocasts(self.x.device)):
-                dtype = own
-            r = look_ahead(norm, of.x, norm.out_dtype(dtype), of._arguments(residual))
+            follows, dtype = self.roles[0].follows, residual.dtype
+            dtype = norm.out_dtype(self.x.dtype if follows and dtype is torch.float32 else dtype)
+            r = look_ahead(norm, of.x, taken(dtype, self.x.device, follows), of._arguments(residual))
         if WATCH is not None:
             WATCH(self.then(residual=stream), r)
         return r

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
+from ..checks import KERNEL_DTYPES
 from . import lazy
 from .adopted import raised
 from .blocks import Role, fuse
@@ -50,6 +51,7 @@ class Trial:
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)  # path of a norm → what its kernel does along
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what the kernels of sums do that compute no norm
     modulated: tuple[str, ...] = ()  # paths of the norms whose kernels do the scale and shift of each sample along
+    drops: bool = False  # kernels of sums do dropout along
     follows: bool = True  # see `blocks.Role`
     gain: int = 0  # the more kernels do, the higher
     how: tuple = ()  # the parts that ran as they are, the shape of x and the other arguments
@@ -220,6 +222,7 @@ class _Bench:
     def __init__(self, block: nn.Module, trial: Trial) -> None:
         self.block, self.empty = block, Trial(trial.width, trial.argument, how=trial.how)
         self.inside, shape, given = trial.how
+        self.dtype = next((p.dtype for p in block.parameters() if p.dtype in KERNEL_DTYPES), torch.float32)
         self.returns, self.numbers, self.calls = Returns(), dict[str, int](), list[str]()
         self.generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(shape, generator=self.generator)
@@ -287,9 +290,10 @@ class _Bench:
         plan, passes, sums = replace(self.empty, norms={}, sums=[]), set[str](), list[_Sum]()
         roles = [replace(role, passes=()) for role in roles]
         for training in (False, True):
-            clone = self._clone()
+            # In the block's dtype: what it converts between a sum and a norm is another tensor there, and in fp32 the same.
+            clone = self._clone().to(self.dtype)
             with torch.enable_grad():
-                x = self.x.clone().requires_grad_() * 1
+                x = self.x.to(self.dtype, copy=True).requires_grad_() * 1
             paths = {part: path for path, part in clone.named_modules()}
 
             def see(part: nn.Module, args: Any, kwargs: Any, output: Any, paths: Any = paths) -> None:
@@ -317,7 +321,7 @@ class _Bench:
             lazy.WATCH = watch
             try:
                 with torch.enable_grad():
-                    self._run(clone, x, training)
+                    self._run(clone, x, training, given={name: t.to(self.dtype) for name, t in self._tensors().items()})
             except Exception:  # a source that the block can't do with
                 return self.empty, passes
             finally:
@@ -341,6 +345,7 @@ class _Bench:
             if one.norm == "of another sum" or not (features or one.norm):
                 continue
             plan.gain += 2 + len(features) + bool(one.norm)
+            plan.drops |= _FEATURES["dropout_p"] in features
             useful.update((one.role.path, *one.with_waiting, *(role.path for role in one.of.roles)))
             if one.norm:
                 plan.norms[one.norm] = tuple(dict.fromkeys((*plan.norms.get(one.norm, ()), *features)))
@@ -377,11 +382,10 @@ class _Bench:
 
     def _results(self, clone: nn.Module, training: bool, through: Any = None) -> dict[str, Tensor]:
         """Outputs, what the block keeps as attributes, and all their gradients."""
-        given = {name: t for name, t in self.given.items() if isinstance(t, Tensor)}
-        inputs = {name: t.clone().requires_grad_() for name, t in {"its input": self.x, **given}.items()}
+        inputs = {name: t.clone().requires_grad_() for name, t in {"its input": self.x, **self._tensors()}.items()}
         leaves = inputs | {name: p.requires_grad_() for name, p in clone.named_parameters()}
         x, *others = [t * 1 for t in inputs.values()]
-        found = floats_in(self._run(clone, x, training, through, dict(zip(given, others, strict=True))), "its output")
+        found = floats_in(self._run(clone, x, training, through, dict(zip(self._tensors(), others, strict=True))), "its output")
         if x._version:
             raise LeftAlone("it changes the stream that it gets in place")
         for path, module in clone.named_modules():
@@ -396,6 +400,9 @@ class _Bench:
         backward = [y for name, y in found.items() if name.startswith("its output") and y.requires_grad]
         torch.autograd.backward(backward, [upstream(y) for y in backward])  # which reentrant checkpointing asks for
         return found | {f"the gradient of {name}": t.grad for name, t in leaves.items() if t.grad is not None}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: t for name, t in self.given.items() if isinstance(t, Tensor)}
 
     def _run(self, clone: nn.Module, x: Tensor, training: bool, through: Any = None, given: Any = None) -> Any:
         """given: tensors in place of those of the bench."""

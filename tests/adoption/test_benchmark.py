@@ -1,6 +1,8 @@
 """The program that times adopted models, on tiny sizes."""
 
 import json
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -52,3 +54,24 @@ def test_a_dit_by_hand_has_the_loss_and_gradient_of_the_plain_and_the_adopted_on
         assert record["loss"] == pytest.approx(records[TORCH]["loss"], rel=1e-5)
         assert record["gradient"] == pytest.approx(records[TORCH]["gradient"], rel=1e-4)
     assert records[benchmark.ADOPTED]["over by hand"] == [1.0, 1.0, 1.0]
+
+
+def test_arms_turn_queries_and_keys_by_the_models_own_function_but_for_those_of_liger(compiled, monkeypatch, tmp_path):
+    """The compiled arms come behind them, and Liger's function breaks their graphs."""
+    pytest.importorskip("transformers", minversion="5.20")
+    modeling = import_module("transformers.models.llama.modeling_llama")
+    own, turned = modeling.apply_rotary_pos_emb, []
+
+    def theirs(*args):
+        turned.append(len(compiled))
+        return own(*args)
+
+    def patch(**_):
+        modeling.apply_rotary_pos_emb = theirs
+
+    liger = SimpleNamespace(apply_liger_kernel_to_llama=patch)
+    monkeypatch.setattr(benchmark, "import_module", lambda name: liger if "liger" in name else import_module(name))
+    records = records_of("Llama", tmp_path)
+    assert not any("error" in record for record in records.values())
+    assert turned and len(compiled) == 2 and set(turned) == {0}
+    assert modeling.apply_rotary_pos_emb is own

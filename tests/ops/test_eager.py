@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +18,7 @@ from ops import kit, layer_norm_fn, modulated_norm_fn, rms_norm_fn
 from ops.norm import NORM, plan_of
 from ops.records import Inputs
 
-from .cases import BF16, Seen, equal, leaves, unaligned
+from .cases import BF16, Seen, equal, leaves
 
 
 @pytest.fixture
@@ -150,18 +149,10 @@ def test_what_is_remembered_does_not_fill_memory(device, monkeypatch):
         assert torch.equal(rms_norm_fn(x[n], None, None), rms_norm_fn(x[n].clone(), None, None)) and len(kit._memo) <= 2
 
 
-def test_transforms_and_graph_capture_see_operators(given):
-    x, *rest = given = [t.detach() for t in given]
-    expected = site(*given)
-    for samples in (2, 0):
-        compiled = torch.compile(torch.func.vmap(lambda x: site(x, *rest)), fullgraph=True, backend="aot_eager")
-        assert equal(compiled(x.expand(samples, 4, 24)), [t.expand(samples, 4, 24) for t in expected])
-    assert torch.func.grad(lambda x: site(x, *rest)[0].sum())(x).isfinite().all()
+def test_traces_see_operators(given):
+    given = [t.detach() for t in given]
     assert "norm_forward" in str(make_fx(lambda *given: site(*given))(*given).graph)
     assert "::norm" in str(torch.jit.trace(site, given, check_trace=False).graph)
-    graphs = []
-    compiled = torch.compile(site, fullgraph=True, backend=lambda graph, _: graphs.append(str(graph.graph)) or graph.forward)
-    assert equal(compiled(*given), expected) and "norm" in graphs[0]
 
 
 class Site(torch.nn.Module):
@@ -216,13 +207,6 @@ def test_backward_by_its_upstream_gradients_and_by_those_that_are_wanted(given, 
         assert same_through_the_dispatcher(dispatched, step, given, upstream=upstream), upstream
     for wanted in ((0,), (2,), (1, 3), (0, 1, 2, 3)):
         assert same_through_the_dispatcher(dispatched, step, given, wanted=wanted), wanted
-
-
-@pytest.mark.parametrize("bring", [torch.clone, unaligned, lambda t: torch.stack((t, t), -1)[..., 0]])
-def test_hooks_on_saved_tensors_may_bring_others(bring, given):
-    expected = step(given)
-    with saved_tensors_hooks(lambda t: t.detach(), bring):
-        assert equal(step(given), expected)
 
 
 def test_seeds_are_drawn_anew_and_follow_the_generator(given):

@@ -10,7 +10,7 @@ from . import fuzz
 
 @pytest.mark.parametrize("by", ["reference", "kernels"])
 def test_calls_at_random_are_accurate(by, device, monkeypatch):
-    calls = 30 if kernels.INTERPRET else 2500
+    calls = 30 if kernels.INTERPRET else 10  # of which a GPU compiles each
     if by == "reference":
         monkeypatch.setattr(kernels, "INTERPRET", False)
         device, calls = torch.device("cpu"), 100

@@ -47,6 +47,19 @@ def test_gradients_match_numerical_derivatives(norm):
         assert torch.autograd.gradcheck(fn, (*rows, *weights, *scales))
 
 
+def test_the_reference_has_gradients_of_gradients():
+    x, w, scale = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), (5,), (2,)))
+    scale.data[0] = 0.0
+
+    def site(x, w, scale):
+        return layer_norm_fn(x, w, None, x, dropout_p=0.3, rowscale=scale, prenorm=True, seed=1)
+
+    with reference_path():
+        assert torch.autograd.gradgradcheck(site, (x, w, scale))
+        batch = torch.stack([x, 2 * x])  # and is mapped over a batch
+        torch.testing.assert_close(torch.vmap(lambda x: site(x, w, scale)[1])(batch)[1], site(2 * x, w, scale)[1])
+
+
 def test_devices_without_kernels_take_the_reference(monkeypatch):
     ran = {True: "Triton interpreter", False: "PyTorch reference"}
     for interpreted in (True, False):

@@ -10,7 +10,7 @@ import torch
 
 from data.order import Order
 from tests.resume.stops import AUTO, after, in_operation, stop_with, train_and_kill, train_until
-from tests.runs import bits, logged, losses, train_here
+from tests.runs import bits, logged, train_here
 from training import storage
 from training.checkpoint import PLAIN
 from training.evaluation import Evaluation
@@ -84,15 +84,6 @@ def test_a_run_of_a_version_that_sorted_its_windows_goes_on_with_the_same_batche
     whole, found, new = bits(tmp_path / "whole"), bits(cut), bits(tmp_path / "new")
     assert found["state"].pop("order") == 1 and new["state"]["order"] == 2
     assert found == whole and new["model.safetensors"] != whole["model.safetensors"]
-
-
-def test_a_run_takes_up_one_of_the_other_operator_and_learns_the_same(tiny, tmp_path):
-    overrides = [*tiny, *AUTO, "norm.kind=rmsnorm", "model.dropout=0.1"]
-    train_until(14, [*overrides, "norm.impl=fused"], tmp_path / "run")
-    other, metrics = train_here([*overrides, "norm.impl=torch", "norm.dropout_masks=shared"], tmp_path / "run")
-    whole, all_fused = train_here([*overrides, "norm.impl=fused"], tmp_path / "whole")
-    assert other.final.loss == pytest.approx(whole.final.loss, rel=1e-5)
-    assert losses(metrics) == pytest.approx(losses(all_fused), rel=1e-5)
 
 
 def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(tiny, tmp_path):

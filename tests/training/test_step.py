@@ -159,30 +159,21 @@ def test_what_can_not_be_captured_says_why_and_goes_on_but_a_lack_of_memory_is_r
 
 
 ON_GPU = [
-    (["train.accumulation=4"], "bf16"),
-    (["optim.kind=muon", "model.qk_norm=true", "model.positions=rotary", "model.kv_heads=1"], "bf16"),
-    (["norm.impl=torch", "norm.placement=sandwich", "loss.impl=torch"], "bf16"),
-    (["train.precision=fp16", "optim.kind=muon", "train.accumulation=2"], "fp16"),
-    (
-        [
-            "train.precision=fp32",
-            "model.block=parallel",
-            "model.drop_path=0.1",
-            "train.recompute=true",
-            "model.attention_dropout=0",
-        ],
-        "fp32",
-    ),
-    (["train.compile=true", "norm.placement=post"], "bf16"),
-    (["train.compile=true", "optim.kind=muon", "train.accumulation=4", "norm.impl=torch"], "bf16"),
+    ("train.accumulation=4", "bf16"),
+    ("optim.kind=muon model.qk_norm=true model.positions=rotary model.kv_heads=1", "bf16"),
+    ("norm.impl=torch norm.placement=sandwich loss.impl=torch", "bf16"),
+    ("train.precision=fp16 optim.kind=muon train.accumulation=2", "fp16"),
+    ("train.precision=fp32 model.block=parallel model.drop_path=0.1 train.recompute=true model.attention_dropout=0", "fp32"),
+    ("train.compile=true norm.placement=post", "bf16"),
+    ("train.compile=true optim.kind=muon train.accumulation=4 norm.impl=torch", "bf16"),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("more", "precision"), ON_GPU, ids=lambda x: " ".join(x) if isinstance(x, list) else x)
+@pytest.mark.parametrize(("more", "precision"), ON_GPU)
 def test_on_a_gpu_replays_give_the_bits_of_the_steps_without_a_graph(tiny, deterministic, more, precision):
     """With dropout, attention's too, whose masks PyTorch's generator draws."""
-    given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.2", "train.steps=100000", "device=cuda", *more]
+    given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.2", "train.steps=100000", "device=cuda", *more.split()]
     on = MixedPrecision(torch.device("cuda"), {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision])
     found, said = [], []
     for graph in (True, False):
@@ -259,15 +250,8 @@ def test_the_rate_follows_its_formula(given, rates):
 def test_half_the_steps_and_the_other_half_give_the_bits_of_all_on_a_gpu(tmp_path, changes):
     # wide enough for flash attention's backward to have several blocks of keys, which add to the same gradient of queries
     sizes = ["model.width=256", "model.heads=4", "model.context=512", "train.batch_size=16", "model.dropout=0.1"]
-    steps = [
-        "device=cuda",
-        "deterministic=true",
-        *sizes,
-        *changes,
-        "optim.schedule=constant",
-        "optim.min_lr=null",
-        "train.steps=20",
-    ]
+    steps = ["device=cuda", "deterministic=true", *sizes, *changes, "optim.schedule=constant", "optim.min_lr=null"]
+    steps += ["train.steps=20"]
     # not forked: CUDA can't be used in a fork of a process that has seen it
     graph, none = "train.graph=true", "train.graph=false"  # a checkpoint of one is taken up by the other
     for arguments in (["folder=whole", graph], ["folder=cut", none, "train.steps=10"], ["folder=cut", "resume=auto", graph]):

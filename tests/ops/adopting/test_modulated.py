@@ -236,6 +236,12 @@ def test_under_autocast_and_checkpointing(kind, device):
         check([t.grad for t in leaves], wanted[1 : 1 + len(leaves)])
 
 
+@pytest.mark.parametrize(("dtype", "norms"), [(torch.float32, ["norm2"]), (torch.bfloat16, [])])
+def test_a_norm_behind_a_sum_that_the_block_rounds_first_is_not_computed_with_the_sum(dtype, norms, device):
+    (trial,) = adopt(nn.ModuleList([Wan()]).to(device, dtype), verbose=False).blocks.values()
+    assert [*trial.norms] == norms and trial.modulated == ("norm1", "norm3")
+
+
 @pytest.mark.parametrize("kind", [DiT, SD3, Wan])
 def test_compiled_without_a_graph_break(kind, device, kernel):
     torch._dynamo.reset()

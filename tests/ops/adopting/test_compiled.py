@@ -68,9 +68,16 @@ def test_as_many_graphs_serve_all_adopted_blocks_as_serve_those_of_the_model(whe
             gradients(model, x)
         counts.append(graphs.frame_count)
     assert counts[0] == counts[1]
-    if where is None:  # the two norms are kernels, as they are without a graph
-        (graph,) = graphs.graphs
-        assert sum("prenorm" in str(node.target) for node in graph.graph.nodes) == 2
+
+
+def test_norms_and_sums_are_kernels_in_a_graph_too(device, kernel):
+    torch._dynamo.reset()
+    graphs, (_, adopted) = CompileCounterWithBackend("eager"), models(None, 1, device)
+    adopted.compile(backend=graphs, fullgraph=True)
+    adopted(torch.randn(2, 5, N, device=device, requires_grad=True))
+    (graph,) = graphs.graphs
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert sum("prenorm" in str(target) for target in called) == 2 and not any("layer_norm" in str(target) for target in called)
 
 
 def test_one_graph_serves_all_conditioned_blocks(device):

@@ -41,7 +41,7 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Te
 
 
 # Each takes r (..., N), weight and bias (N,) in r's dtype or None for 1 and 0, eps, and the learned scalars or None.
-NORMS: dict[Norm, Callable[..., Tensor]] = {
+NORMS: dict[int, Callable[..., Tensor]] = {
     Norm.layernorm: layer_norm,
     Norm.rmsnorm: rms_norm,
     Norm.dyt: dynamic_tanh,
@@ -59,7 +59,7 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
         weight, bias, scalars = (None if p is None else p.to(compute) for p in (weight, bias, scalars))
         if weight is not None and options.zero_centered_weight:
             weight = weight + 1.0
-        return NORMS[Norm(norm)](t.to(compute), weight, bias, options.eps, scalars)
+        return NORMS[norm](t.to(compute), weight, bias, options.eps, scalars)
 
     x = inputs.x
     if options.branch:

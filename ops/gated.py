@@ -167,8 +167,7 @@ class GatedNorm(kit.Op):
         sums = wanted.dweight is not None
         written = [dtype for dtype in wanted[:2] if dtype]
         tile = _backward_tile(o.group_size, vector_of(*b[:3], *written), bytes_of(*b[:3]), bytes_of(*written), facts)
-        wants = kit.kernels("rows").Weights(sums, *[False] * 5)
-        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=wants)
+        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=(sums,))
         launch = kit.Launcher(
             kernels.gated_norm_backward_kernel, kernels.BackwardPointers, b.x.device, ("x", "z"), num_warps=tile.warps,
             launch_pdl=pdl,
@@ -213,7 +212,7 @@ def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> t
     variant = kit.kernels("gated").GatedVariant(
         o.group_size, groups, o.norm_before_gate, o.activation == Gate.sigmoid, float(o.zero_centered_weight), tile.rows,
         tile.block_n, vector_of(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, EARLY_START=facts.since_sm_90,
-        **more,
+        AGAIN=tile.warps > 8 and not tile.looped, **more,
     )  # fmt: skip
     return variant, groups, facts.since_sm_90 or None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import checks, kit
 from .norm import bytes_of, empty_as, vector_of
 from .reference import NORMS, Norm
-from .tiling import WHOLE_BACKWARD, Tile, Work, backward_tile, forward_tile
+from .tiling import WHOLE_BACKWARD, Tile, Work, forward_tile, most_registers, sample_backward_tile
 
 
 def modulated_norm_fn(
@@ -252,9 +252,8 @@ class FusedModulatedNorm(kit.Op):
         rows, vectors = (i.x, i.residual), [t for t in i[2:] if t is not None]
         work = Work(vector_of(*rows, o.out_dtype), bytes_of(*rows), len(vectors), bytes_of(*vectors))
         tile = forward_tile(N, work, facts)
-        if tile.rows == 1 and N <= 4096 and work.vector == 8 and len(vectors) > 2:
-            # Scale, shift and gate wait in registers: twice as many threads (H100, 3072 columns: .92 → .96).
-            tile = replace(tile, warps=2 * tile.warps, block_n=min(2 * tile.block_n, 1 << (N - 1).bit_length()))
+        if tile.rows == 2:  # four share what is read of their sample
+            tile = replace(tile, rows=4, warps=2 * tile.warps, prefetch_programs=max(1, tile.prefetch_programs // 2))
         variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90)
         launch = _launcher(kernels.modulated_forward_kernel, kernels.Pointers, i.x.device, tile.warps)
 
@@ -280,12 +279,11 @@ class FusedModulatedNorm(kit.Op):
             bool(wanted.dgate),
         )
         rows, written = (b.dy, b.dr, b.x if wanted.dgate else None, b.r), (wanted.dx, wanted.dresidual)
-        # Three sums stay in registers where the tile for two has eight warps (H100, 5120 columns: .97; on sixteen .72).
-        weights = max(1, sum(sums)) if N <= 4096 else min(2, max(1, sum(sums)))
-        work = Work(vector_of(*rows, *written), bytes_of(*rows), weights, 0, bytes_of(*written), splittable=False)
-        tile = backward_tile(N, work, facts)
+        work = Work(vector_of(*rows, *written), bytes_of(*rows), sum(sums), written_bytes=bytes_of(*written))
+        tile = sample_backward_tile(N, work, facts)
         variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums)
-        launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps)
+        registers = most_registers(tile)
+        launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps, registers)
         finish = [_launcher(kernels.finish_modulated_kernel, kernels.FinishPointers, device, 4) for _ in FINISH]
         most_programs = facts.multiprocessors * tile.programs_per_sm
         of_rows, of_weights = wanted[:-2], wanted[-2:]
@@ -327,9 +325,9 @@ FINISH = ((8, 256), (64, 32))  # partial sums and columns at once: where few pro
 MODULATION = ("scale", "shift", "gate")
 
 
-def _launcher(kernel: Any, record: type, device: torch.device, warps: int) -> kit.Launcher:
+def _launcher(kernel: Any, record: type, device: torch.device, warps: int, registers: int | None = None) -> kit.Launcher:
     pdl = kit.device_facts(device).since_sm_90 or None
-    return kit.Launcher(kernel, record, device, strided=MODULATION, num_warps=warps, launch_pdl=pdl)
+    return kit.Launcher(kernel, record, device, strided=MODULATION, num_warps=warps, launch_pdl=pdl, maxnreg=registers)
 
 
 def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:

@@ -78,7 +78,7 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     # that more programs wait side by side.
     light = 2 * rows * work.row_bytes >= work.weight_bytes
     early = light and n * work.weights <= min(2048 * work.vector, 6144 * work.row_bytes)
-    warps = _power_near(rows * n / (128 * work.vector), most=1.2 if light else 1.5 if n <= 4096 else 2)
+    warps = _power_near(rows * n / (128 * work.vector), most=1.25 if light else 1.5 if n <= 4096 else 2)
     if work.drops and work.vector == 4 and warps < MOST_WARPS // 2:
         warps *= 2  # dropout computes much for each column, so more threads share it
     warps = min(warps, rows if rows > 1 else MOST_WARPS)
@@ -104,15 +104,37 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
             return Tile(1, 32 * work.vector * warps, _warps(warps, device), 1, programs_per_sm=1, looped=True)
         # With dropout there are two gradients to write, for which one warp has too few registers. In fp32 it is two anyway.
         warps = block_n // (512 if work.written_bytes >= 4 else 128 * work.vector)
-        return _persistent(Tile(1, block_n, warps, 1, max(1, 8 // warps), slices=-(-n // block_n)), block_n, work, device)
+        split = Tile(1, block_n, warps, 1, max(1, 8 // warps), slices=-(-n // block_n))
+        return _persistent(split, block_n, work, device, two_ahead=49)
     warps = _backward_warps(n, work)
     # LayerNorm of 16 bits without a residual takes few registers: twelve warps fit.
     programs = 3 if work.weights == 2 and work.row_bytes == 4 and 1536 <= n <= 3072 else 8 // warps
     rows = _power_below(4096 / (programs * n))
-    block_n = min(_power_above(n), 32 * work.vector * warps)
-    while -(-n // block_n) % 2 == 0 and block_n < 4096:
-        block_n *= 2  # the same columns in half as many blocks
+    block_n = _merged(n, min(_power_above(n), 32 * work.vector * warps))
     return _persistent(Tile(rows, block_n, warps, 1, programs), rows * n, work, device)
+
+
+def sample_backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
+    """The backward launch for rows of samples, whose scale and gate are held beside the sums: whole rows alone.
+
+    At least 24 KB of rows are in work on a multiprocessor, by eight to sixteen warps. Wide rows have it to themselves. More
+    than two programs cover for each other, and prefetch only takes their bandwidth.
+    """
+    at_once = 1 if n > 4096 else math.ceil(24 * KB / (n * work.row_bytes))
+    programs = min(8, at_once)
+    rows, warps = _power_below(at_once / programs), max(2, _power_near(8 / programs, most=1))
+    if warps == 2:
+        programs += programs % 2  # a multiprocessor has four parts, each with registers of its own for whole warps
+    block_n = _merged(n, min(_power_above(n), 32 * work.vector * warps))
+    tile = _persistent(Tile(rows, block_n, warps, 1, programs), rows * n, work, device, two_ahead=42)
+    return replace(tile, prefetch=tile.prefetch and programs <= 2)
+
+
+def _merged(n: int, block_n: int) -> int:
+    """The same columns in half as many blocks, as long as their number is even."""
+    while -(-n // block_n) % 2 == 0 and block_n < 4096:
+        block_n *= 2
+    return block_n
 
 
 def _backward_warps(n: int, work: Work) -> int:
@@ -129,13 +151,14 @@ def _backward_warps(n: int, work: Work) -> int:
 
 
 def most_registers(tile: Tile) -> int | None:
-    """That a thread may have if all programs of a split row are to be resident; None: as many as there are."""
+    """That a thread may have if all programs of the launch are to be resident; None: as many as there are."""
     most = REGISTERS // (tile.warps * 32 * tile.programs_per_sm) // 8 * 8
     return most if most < 255 else None
 
 
-def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
-    """The tile with its stages and prefetch, by the bytes that the tiles of all programs of a multiprocessor take.
+def _persistent(tile: Tile, columns: int, work: Work, device: Device, two_ahead: int = 38) -> Tile:
+    """The tile with its stages and prefetch, by the bytes that the tiles of all programs of a multiprocessor take. With more
+    than two_ahead KB only one tile is ahead.
 
     A tile ahead waits in shared memory, and a prefetched tile in L2. Prefetch slows a launch down in three cases: the tiles
     ahead are many bytes for the memory's bandwidth; a tile reads far more than it writes; LayerNorm has three tiles ahead.
@@ -144,7 +167,7 @@ def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
     size = columns * work.row_bytes * tile.programs_per_sm
     reads_most = work.row_bytes >= 2.5 * work.written_bytes
     scale = 1 if reads_most or tile.slices > 1 else device.bandwidth / H200.bandwidth
-    ahead = 3 if size <= 20 * KB * scale else 2 if size <= (38 if tile.slices == 1 else 49) * KB * scale else 1
+    ahead = 3 if size <= 20 * KB * scale else 2 if size <= two_ahead * KB * scale else 1
     staged = tile.programs_per_sm * tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
     while ahead and ahead * staged + tile.programs_per_sm * 2 * KB > device.shared_memory:
         ahead -= 1

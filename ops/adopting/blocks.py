@@ -6,9 +6,6 @@
 
 What enters and leaves the block is a tensor, and so is what a part gives that has hooks, or that is called by anybody but the
 block's forward. Hooks of the block run around all of this.
-
-In a graph of torch.compile the sums and their norms are the model's own operations, which Inductor fuses with what is in front
-and behind, but for norms with scale and shift, and sums with dropout in training: those are faster here.
 """
 
 from collections.abc import Callable
@@ -46,7 +43,7 @@ class Role:
 class Source:
     """A hook of a part: its output becomes a `Lazy`, or its input. A bound method of it can be copied and pickled."""
 
-    block: "AdoptedBlock"
+    block: nn.Module
     role: Role
     width: int
 
@@ -63,8 +60,6 @@ class Source:
     def _lazy(self, part: nn.Module, x: Any) -> Lazy | None:
         """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
         block, role, past = self.block, self.role, None
-        if _left_to_inductor(block):
-            return None
         if not torch.compiler.is_compiling():
             block, mode, past = part.__dict__.get(_CALLED_BY, _NOBODY)
             if mode != _mode():
@@ -96,8 +91,6 @@ def part_of(block: nn.Module, path: str) -> Any:
 
 def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict) -> Any:
     """The block's own forward, in which its norms and sums are computed together."""
-    if _left_to_inductor(block):
-        return own_forward(block, *args, **kwargs)
     argument = block._plan.argument
     if args:
         args = (_with_norm_ahead(block, args[0]), *args[1:])
@@ -117,12 +110,6 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
     finally:
         for part in marked:
             part.__dict__.pop(_CALLED_BY, None)
-
-
-def _left_to_inductor(block: Any) -> bool:
-    plan = block._plan
-    ours = plan.modulated or block._in_fp32 or (plan.drops and block.training)
-    return torch.compiler.is_compiling() and not ours
 
 
 def _hooks(part: nn.Module, role: Role) -> dict:

@@ -130,9 +130,7 @@ class AdoptedNorm(Adopted):
 
     def _of(self, x: Any) -> Any:
         if not isinstance(x, Lazy):
-            # Inductor fuses it with what is in front and behind.
-            by_inductor = torch.compiler.is_compiling() and self.eps == self.formula.eps
-            return self._own.forward(self, x) if by_inductor or not self.has_own_forward() else self.of_tensor(x)
+            return self.of_tensor(x) if self.has_own_forward() else self._own.forward(self, x)
         if not self.has_own_forward():
             return self._own.forward(self, x.tensor())
         waits = x.is_branch() and not x.parts and self.out_dtype(x.x.dtype) == x.x.dtype  # in a fused block

@@ -51,7 +51,6 @@ class Trial:
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)  # path of a norm → what its kernel does along
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what the kernels of sums do that compute no norm
     modulated: tuple[str, ...] = ()  # paths of the norms whose kernels do the scale and shift of each sample along
-    drops: bool = False  # kernels of sums do dropout along
     follows: bool = True  # see `blocks.Role`
     gain: int = 0  # the more kernels do, the higher
     how: tuple = ()  # the parts that ran as they are, the shape of x and the other arguments
@@ -345,7 +344,6 @@ class _Bench:
             if one.norm == "of another sum" or not (features or one.norm):
                 continue
             plan.gain += 2 + len(features) + bool(one.norm)
-            plan.drops |= _FEATURES["dropout_p"] in features
             useful.update((one.role.path, *one.with_waiting, *(role.path for role in one.of.roles)))
             if one.norm:
                 plan.norms[one.norm] = tuple(dict.fromkeys((*plan.norms.get(one.norm, ()), *features)))

@@ -26,7 +26,6 @@ from .norms import RMSNORM, inverse, norm_gradient, normalised
 from .nvidia import widen
 from .rows import (
     Place,
-    Weights,
     add_pairs,
     affine,
     block_cols,
@@ -37,7 +36,7 @@ from .rows import (
     place,
     row_sum,
 )
-from .weight_gradients import add_products, add_stored_partials, store_partials, zero_sums
+from .weight_gradients import add_stored_partials, store_partials, zero_sums
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,10 @@ class GatedVariant(Constants):
     Z_STEP: int
     TWO_LEVELS: bool  # rows lie at one distance within a token, and tokens at another
     LOOPED: bool = False
+    AGAIN: bool = False  # backward keeps rows in their own dtype while it sums them up
     STAGES: int = 1
     EARLY_START: bool = False
-    WANTED: Weights | None = None
+    WANTED: tuple[bool] = (False,)  # whether the gradient of the weight is
     SLICES: int = 1  # always, for `rows.blocks`
 
 
@@ -181,11 +181,11 @@ def dense_rows(at, VARIANT: tl.constexpr):
 
 @triton.jit
 def load(p_rows, at, VARIANT: tl.constexpr):
-    """fp32 blocks, as of `rows.load_rows`, of rows that begin at these pointers."""
+    """Blocks in their own dtype, zero where masked, of rows that begin at these pointers."""
     b_row = ()
     for i in tl.static_range(blocks(VARIANT)):
         p_block = p_rows + block_cols(i, at, VARIANT)[None, :]
-        b_row += (widen(tl.load(p_block, mask=block_mask(i, at, VARIANT), other=0.0)),)
+        b_row += (tl.load(p_block, mask=block_mask(i, at, VARIANT), other=0.0),)
     return b_row
 
 
@@ -225,8 +225,8 @@ def behind_norm(b, b_gate, VARIANT: tl.constexpr):
 def squares(b_x, b_z, VARIANT: tl.constexpr):
     b_squares = ()
     for i in tl.static_range(blocks(VARIANT)):
-        b_gate, _ = gate(b_z[i], VARIANT)
-        b_h = before_norm(b_x[i], b_gate, VARIANT)
+        b_gate, _ = gate(widen(b_z[i]), VARIANT)
+        b_h = before_norm(widen(b_x[i]), b_gate, VARIANT)
         b_squares += (b_h * b_h,)
     return b_squares
 
@@ -235,8 +235,8 @@ def squares(b_x, b_z, VARIANT: tl.constexpr):
 def store_y(p, b_x, b_z, b_rstd, at, VARIANT: tl.constexpr):
     b_weight = weights(p, at, VARIANT)
     for i in tl.static_range(blocks(VARIANT)):
-        b_gate, _ = gate(b_z[i], VARIANT)
-        b_hat = normalised(before_norm(b_x[i], b_gate, VARIANT), b_rstd, b_rstd, RMSNORM)
+        b_gate, _ = gate(widen(b_z[i]), VARIANT)
+        b_hat = normalised(before_norm(widen(b_x[i]), b_gate, VARIANT), b_rstd, b_rstd, RMSNORM)
         b_y = behind_norm(affine(b_hat, block_of(b_weight, i), ()), b_gate, VARIANT)
         o = dense_rows(at, VARIANT) + block_cols(i, at, VARIANT)[None, :]
         tl.store(p.y + o, b_y, mask=block_mask(i, at, VARIANT))
@@ -248,11 +248,21 @@ def row_sums(b_x, b_z, b_dy, b_weight, VARIANT: tl.constexpr):
     b_squares = tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32)
     b_products = b_squares
     for i in tl.static_range(blocks(VARIANT)):
-        b_gate, _ = gate(b_z[i], VARIANT)
-        b_h = before_norm(b_x[i], b_gate, VARIANT)
+        b_gate, _ = gate(widen(b_z[i]), VARIANT)
+        b_h = before_norm(widen(b_x[i]), b_gate, VARIANT)
         b_squares += b_h * b_h
-        b_products += affine(behind_norm(b_dy[i], b_gate, VARIANT), block_of(b_weight, i), ()) * b_h
+        b_products += affine(behind_norm(widen(b_dy[i]), b_gate, VARIANT), block_of(b_weight, i), ()) * b_h
     return tl.reduce((b_squares, b_products), 1, add_pairs)
+
+
+@triton.jit
+def again(b, b_rstd, VARIANT: tl.constexpr):
+    """A block in fp32. With AGAIN it waits for rstd, as else the compiler keeps in fp32 what it has found before."""
+    if VARIANT.AGAIN:
+        BITS: tl.constexpr = tl.int32 if b.dtype.primitive_bitwidth == 32 else tl.int16
+        b_zero = (b_rstd.to(tl.uint32, bitcast=True) >> 31).to(BITS)  # the sign, which no compiler knows
+        b = (b.to(BITS, bitcast=True) ^ b_zero[:, None]).to(b.dtype, bitcast=True)
+    return widen(b)
 
 
 @triton.jit
@@ -260,21 +270,22 @@ def store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_product
     """Stores dx and dz where wanted; returns b_sums with the rows' part of dw."""
     b_rstd = tl.where(at.m_row, inverse(b_squares, VARIANT.N, n.eps, RMSNORM), 0.0)  # without eps, that of no row is no number
     b_c1 = b_products * b_rstd * b_rstd * (1.0 / VARIANT.N)
-    b_upstream = ()
-    b_normalised = ()
+    b_weight_sums = ()
     for i in tl.static_range(blocks(VARIANT)):
-        b_gate, b_slope = gate(b_z[i], VARIANT)
-        b_h = before_norm(b_x[i], b_gate, VARIANT)
+        b_gate, b_slope = gate(again(b_z[i], b_rstd, VARIANT), VARIANT)
+        b_x_i = again(b_x[i], b_rstd, VARIANT)
+        b_dy_i = again(b_dy[i], b_rstd, VARIANT)
+        b_h = before_norm(b_x_i, b_gate, VARIANT)
         b_hat = normalised(b_h, b_rstd, b_rstd, RMSNORM)
-        b_u = behind_norm(b_dy[i], b_gate, VARIANT)
+        b_u = behind_norm(b_dy_i, b_gate, VARIANT)
         b_dh = norm_gradient(affine(b_u, block_of(b_weight, i), ()), b_h, b_hat, b_c1, b_c1, b_rstd, b_rstd, RMSNORM)
         o = dense_rows(at, VARIANT) + block_cols(i, at, VARIANT)[None, :]
         m = block_mask(i, at, VARIANT)
         if p.dx is not None:
             tl.store(p.dx + o, b_dh if VARIANT.NORM_FIRST else b_dh * b_gate, mask=m)
         if p.dz is not None:
-            b_dgate = affine(b_dy[i], block_of(b_weight, i), ()) * b_hat if VARIANT.NORM_FIRST else b_dh * b_x[i]
+            b_dgate = affine(b_dy_i, block_of(b_weight, i), ()) * b_hat if VARIANT.NORM_FIRST else b_dh * b_x_i
             tl.store(p.dz + o, b_dgate * b_slope, mask=m)
-        b_upstream += (b_u,)
-        b_normalised += (b_hat,)
-    return add_products(b_sums, 0, b_upstream, b_normalised)
+        if VARIANT.WANTED[0]:
+            b_weight_sums += (b_sums[0][i] + b_u * b_hat,)
+    return (b_weight_sums,)

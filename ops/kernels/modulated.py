@@ -169,7 +169,7 @@ def modulated_backward_kernel(
                 if p.dx is not None:
                     tl.store(p.dx + o, affine(b_dz[i], block_of(b_gate, i), ()), mask=m)
         # Of two pairs of a program and a sample, the later one has a later place.
-        store_partials(p, b_sums, tl.program_id(0) + sample, place_of(sample, 0, tokens, VARIANT), VARIANT, 0, 2)
+        store_partials(p, b_sums, tl.program_id(0) + sample, place_of(sample, 0, tokens, VARIANT), VARIANT)
 
 
 @triton.jit(do_not_specialize=["tiles", "each", "scale_steps"])

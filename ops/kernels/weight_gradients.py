@@ -58,7 +58,7 @@ def add_products(b_sums, FIRST: tl.constexpr, b_dy, b_xhat):
 @triton.jit
 def store_partials(p, b_sums, group, at, VARIANT: tl.constexpr, FIRST: tl.constexpr = 0, LAST: tl.constexpr = 5):
     """Stores the sums FIRST to LAST over the rows of a tile as the partial sums of a group of programs."""
-    for j in tl.static_range(FIRST, LAST + 1):
+    for j in tl.static_range(FIRST, min(LAST + 1, len(b_sums))):
         for i in tl.static_range(len(b_sums[j])):
             cols = block_cols(i, at, VARIANT)
             tl.store(partial_sum(p, group, j, VARIANT) + cols, tl.sum(b_sums[j][i], 0), mask=cols < VARIANT.N)
@@ -70,7 +70,7 @@ def add_stored_partials(p, b_sums, stored, at, VARIANT: tl.constexpr):
     cols = block_cols(0, at, VARIANT)[None, :]
     m = (tl.arange(0, VARIANT.ROWS) == 0)[:, None] & (cols < VARIANT.N) & as_mask(stored)
     b_new = ()
-    for j in tl.static_range(6):
+    for j in tl.static_range(len(b_sums)):
         b_row = ()
         for i in tl.static_range(len(b_sums[j])):
             p_sum = partial_sum(p, tl.program_id(0), j, VARIANT) + cols

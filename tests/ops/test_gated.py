@@ -53,9 +53,9 @@ def drawn(shape, strides, dtype, device, generator):
 
 STRIDES = ["dense", "columns", "heads", "transposed"]
 CASES = covering(
-    norm_before_gate=[True, False], width=[(48, 16), (128, None), (7, None), (1, 1), (1100, None)], x=[FP32, BF16, FP16],
-    z=[FP32, BF16], weight=[FP32, BF16, None], x_strides=STRIDES, z_strides=STRIDES, activation=["silu", "sigmoid"],
-    zero_centered_weight=[False, True], out_dtype=[None, FP32],
+    norm_before_gate=[True, False], width=[(48, 16), (128, None), (7, None), (1, 1), (1100, None), (6400, None)],
+    x=[FP32, BF16, FP16], z=[FP32, BF16], weight=[FP32, BF16, None], x_strides=STRIDES, z_strides=STRIDES,
+    activation=["silu", "sigmoid"], zero_centered_weight=[False, True], out_dtype=[None, FP32],
 )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def test_what_the_launches_are_compiled_to():
     assert {launch["case"] for launch in launches} == set(CASES)
 
     for launch in launches:
-        assert launch["spilled"] <= 16, launch
+        assert launch["spilled"] <= 32, launch
         assert launch["before_waiting"] == [], launch  # what starts early touches no memory before it has waited
         if launch["kernel"].startswith("rotary_"):  # large tensors are written 16 bytes at a time
             partials = {"STG.E", "STG.E.64"} if "backward" in launch["kernel"] else set()

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from ops.tiling import Work, backward_tile, forward_tile
+from ops.tiling import WHOLE_BACKWARD, Work, backward_tile, forward_tile, sample_backward_tile
 
 from .test_launch import DEVICES
 
@@ -26,8 +26,9 @@ def test_a_tile_holds_its_rows_and_asks_for_what_the_device_can(name):
     device, split = DEVICES[name], set()
     for n, work in product(WIDTHS, WORKS):
         forward, backward = forward_tile(n, work, device), backward_tile(n, work, device)
-        at = (n, work, forward, backward)
-        for tile in (forward, backward):
+        of_samples = [sample_backward_tile(n, work, device)] if n <= WHOLE_BACKWARD else []
+        at = (n, work, forward, backward, of_samples)
+        for tile in (forward, backward, *of_samples):
             blocks = 1 if tile.looped or tile.slices > 1 else -(-n // tile.block_n)
             assert all(size & (size - 1) == 0 for size in (tile.rows, tile.block_n, tile.warps)), at
             assert tile.block_n >= 16 and tile.rows * tile.block_n * blocks < 2**20, at  # Triton's own limit for a tensor
@@ -36,7 +37,10 @@ def test_a_tile_holds_its_rows_and_asks_for_what_the_device_can(name):
             assert device.since_sm_90 or not tile.prefetch, at
         assert (forward.slices, forward.stages, forward.programs_per_sm) == (1, 1, 0), at
         assert not forward.prefetch or forward.prefetch_programs > 0, at
-        assert backward.programs_per_sm >= 1 and backward.programs_per_sm * backward.warps * device.warp_size <= 1024, at
+        for tile in (backward, *of_samples):
+            assert tile.programs_per_sm >= 1 and tile.programs_per_sm * tile.warps * device.warp_size <= 1024, at
+            # each of a multiprocessor's four parts has its share of their warps
+            assert tile.programs_per_sm * tile.warps % 4 == 0 or device.warp_size > 32, at
         if backward.slices > 1:
             assert backward.block_n * (backward.slices - 1) < n <= backward.block_n * backward.slices, at
             assert work.splittable and device.cooperative and backward.rows == 1 and not backward.looped, at

@@ -16,14 +16,8 @@ ENVIRONMENT = {
     "gpu": {"name": "NVIDIA H200", "memory_gb": 139.8, "power_limit_w": 700.0},
 }
 # Overrides of a real one that takes a second.
-SHORT = [
-    "ablate.arms=[torch,fused]",
-    "ablate.cycles=6",
-    "ablate.block_steps=1",
-    "ablate.warmup_steps=1",
-    "ablate.parity_steps=2",
-    "ablate.parity_seeds=2",
-]
+SHORT = ["ablate.arms=[torch,fused]", "ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1"]
+SHORT += ["ablate.parity_steps=2", "ablate.parity_seeds=2"]
 SWEPT = ({"model.dropout": "0.1"}, {"model.dropout": "0.0"})
 SHARES = {"GEMM": 0.47, "attention": 0.13, "norm": 0.26, "loss": 0.06, "optimizer": 0.04, "other": 0.04}
 

@@ -9,6 +9,7 @@ from torch import nn
 from configs.schema import NormConfig, NormKind
 from model import attention, sites
 from model.norm import NormSite
+from tests.ops.cases import covering
 
 for_both = pytest.mark.parametrize("impl", ["fused", "torch"])
 
@@ -17,22 +18,25 @@ def site(impl="torch", kind="layernorm", width=16, masks="shared", eps=1e-5, **o
     return NormSite(width, NormConfig(impl=impl, kind=kind, eps=eps, dropout_masks=masks), **options)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("residual_dtype", ["fp32", "compute"])
-@pytest.mark.parametrize("rates", [{}, {"dropout": 0.2, "drop_path": 0.5}], ids=["", "dropout"])
+MODELS = [
+    *((kind, {"block": block}) for kind in NormKind for block in ("sequential", "parallel")),
+    *(("rmsnorm", {"norm_placement": placement}) for placement in ("post", "inside", "sandwich")),
+    ("layernorm", {"qk_norm": False, "positions": "rotary"}), ("rmsnorm", {"positions": "rotary", "kv_heads": 2}),
+]  # fmt: skip
+RATES = [{}, {"dropout": 0.2, "drop_path": 0.5}]
+
+
 @pytest.mark.parametrize(
-    ("kind", "shape"),
-    [*((kind, {"block": block}) for kind in NormKind for block in ("sequential", "parallel")),
-     *(("rmsnorm", {"norm_placement": placement}) for placement in ("post", "inside", "sandwich")),
-     ("layernorm", {"qk_norm": False, "positions": "rotary"}), ("rmsnorm", {"positions": "rotary", "kv_heads": 2})],
-    ids=str,
-)  # fmt: skip
-def test_implementations_with_shared_masks_agree(build, batch, kind, shape, rates, residual_dtype, autocast, monkeypatch):
+    "case", covering(model=MODELS, rates=RATES, residual_dtype=["fp32", "compute"], autocast=[False, True]), ids=str
+)
+def test_implementations_with_shared_masks_agree(build, batch, case, monkeypatch):
     """A checkpoint of one loads in the other."""
     for module in ("norm", "attention"):
         monkeypatch.setattr(f"model.{module}.compiled_alone", lambda function: function)
+    (kind, shape), autocast = case["model"], case["autocast"]
     qk_kind = kind if kind in ("layernorm", "rmsnorm") else "rmsnorm"  # queries and keys have no pointwise norms
-    options = {"residual_dtype": residual_dtype, "norm_kind": kind, "qk_norm": True, "qk_norm_kind": qk_kind} | rates | shape
+    options = {"residual_dtype": case["residual_dtype"], "norm_kind": kind, "qk_norm": True, "qk_norm_kind": qk_kind}
+    options |= case["rates"] | shape
     models = [build(**options, norm_impl=impl, norm_dropout_masks="shared") for impl in ("fused", "torch", "compiled")]
     for parameter in models[0].parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.03)  # so that no bias is 0, and no weight 1

@@ -87,15 +87,8 @@ def test_it_trains_every_size_in_a_folder_of_its_own_and_goes_on_with_what_is_th
     (tmp_path / "study" / "small.yaml").write_text(
         f'{text}arguments: ["optim.lr=1e-3,3e-3", eval.every=0]\narms:\n  a: []\nsizes:\n{sizes}'
     )
-    command = [
-        f"--config-dir={tmp_path}",
-        "study=small",
-        *tiny,
-        "compare.fresh=2",
-        "eval.batches=1",
-        "model.heads=2",
-        f"folder={tmp_path}/ladder",
-    ]
+    command = [f"--config-dir={tmp_path}", "study=small", *tiny, "compare.fresh=2", "eval.batches=1", "model.heads=2"]
+    command += [f"folder={tmp_path}/ladder"]
     command = [key for key in command if not key.startswith(("model.width", "train.steps", "optim.lr", "eval.every"))]
     assert compare.main(command) == 0
     told = (tmp_path / "ladder" / "ladder.md").read_text()

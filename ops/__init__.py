@@ -78,3 +78,7 @@ def __getattr__(name: str) -> Any:
     from . import adopting
 
     return getattr(adopting, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -132,7 +132,7 @@ def _with_norm_ahead(block: "AdoptedBlock", x: Any) -> Any:
     norm: Any = part_of(block, plan.enters) if plan.enters else None
     if norm is None or not can_go_along(norm) or not x.is_contiguous():
         return x
-    own, dtype = norm.out_dtype(x.dtype), taken(norm.out_dtype(dtype), x.device, plan.follows)
+    own, dtype = norm.out_dtype(x.dtype), taken(norm, norm.out_dtype(dtype), x, plan.follows)
     one_node = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
     return look_ahead(norm, x, dtype, {}) if one_node or dtype is not own else x
 
@@ -161,5 +161,9 @@ def fuse(block: Any, plan: Any, residual_in_fp32: bool = False) -> None:
     """Raises TypeError if Python can't give the block's class a subclass."""
     become(block, AdoptedBlock, _plan=plan, _in_fp32=residual_in_fp32)
     for role in plan.roles:
-        source, part = Source(block, role, plan.width), block.get_submodule(role.path)
-        _hooks(part, role)[_HOOK] = source.enter if role.takes else source.leave
+        source, hooks = Source(block, role, plan.width), _hooks(block.get_submodule(role.path), role)
+        hooks[_HOOK] = _of_several_blocks if _HOOK in hooks else source.enter if role.takes else source.leave
+
+
+def _of_several_blocks(part: nn.Module, *call: Any) -> None:
+    """The hook of a part that blocks share: what it gives is a tensor."""

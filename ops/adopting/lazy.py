@@ -109,10 +109,11 @@ def autocasts(device: torch.device) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-def taken(dtype: torch.dtype, device: torch.device, follows: bool) -> torch.dtype:
-    """In which dtype a norm gives what it would give in this one: that of the matrix products behind it, as autocast would
-    convert it for each of them. follows: `blocks.Role.follows`."""
-    return torch.get_autocast_dtype(device.type) if follows and dtype is torch.float32 and autocasts(device) else dtype
+def taken(norm: Any, dtype: torch.dtype, stream: Tensor, follows: bool) -> torch.dtype:
+    """In which dtype a norm of an fp32 stream gives what it would give in this one: that of the matrix products behind it, as
+    autocast would convert it for each of them. A norm that ends in fp32 whatever it gets is meant to. follows: of a `Role`."""
+    follows = follows and stream.dtype is dtype is torch.float32 and norm.formula.out_dtype != "float32"
+    return torch.get_autocast_dtype(stream.device.type) if follows and autocasts(stream.device) else dtype
 
 
 class Lazy:
@@ -175,7 +176,7 @@ class Lazy:
         kernel adds up both gradients of the stream."""
         norm, gate = self.parts["branch_norm"], self.parts["gate"]
         dtype = reduce(torch.promote_types, [t.dtype for t in (gate, shift) if t is not None], norm.out_dtype(self.x.dtype))
-        dtype = taken(dtype, self.x.device, self.roles[0].follows)
+        dtype = taken(norm, dtype, self.x, self.roles[0].follows)
         prenorm = self.past is not None and torch.is_grad_enabled() and self.x.requires_grad
         y = norm.modulated(self.x, gate, shift, prenorm=prenorm, out_dtype=dtype, zero_centered_scale=False)
         if prenorm:
@@ -203,7 +204,7 @@ class Lazy:
                 of = Lazy(self._plus(None))
             follows, dtype = self.roles[0].follows, residual.dtype
             dtype = norm.out_dtype(self.x.dtype if follows and dtype is torch.float32 else dtype)
-            r = look_ahead(norm, of.x, taken(dtype, self.x.device, follows), of._arguments(residual))
+            r = look_ahead(norm, of.x, taken(norm, dtype, residual, follows), of._arguments(residual))
         if WATCH is not None:
             WATCH(self.then(residual=stream), r)
         return r

@@ -53,6 +53,8 @@ class StandIn(nn.Module):
             raise TypeError(f"{self.path} gets no tensor")
         streams = [x for x in given if x.ndim == given[0].ndim and x.shape[-1] == given[0].shape[-1]]
         ys = [self._of(settled(x)) for x in streams]
+        if any(x is streams[0] for x in streams[1:]) and not isinstance(self.standing_for, nn.MultiheadAttention):
+            ys[0] = ys[0] + settled(streams[0])  # as Bloom's attention, which gets its residual too
         return self.returns.of(self.path, ys) if self.returns.are_known else Output(ys, self.returns, self.path)
 
     def _of(self, x: Tensor) -> Tensor:

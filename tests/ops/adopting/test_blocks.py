@@ -12,7 +12,7 @@ from ops import fuse_prenorm_block, replace_norms, restore_norms
 from ops.adopting import lazy
 
 from .lookalikes import Llama
-from .toys import Block, Model, N, block_of, classes, fused, nothing
+from .toys import Block, Model, N, block_of, classes, fused, nothing, second_half
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
@@ -108,6 +108,67 @@ def test_the_stream_stays_in_fp32_where_asked(device):
     x = torch.randn(3, N, device=device, dtype=torch.bfloat16)
     model = fused(Model().to(device, torch.bfloat16), residual_in_fp32=True)
     assert model.blocks[1](model.blocks[0](x)).dtype == torch.float32
+
+
+class InFp32(nn.Module):
+    """A norm that ends in fp32 whatever it gets."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight.float()
+
+
+class Adding(nn.Module):
+    """Attention or an MLP that gets its residual, as Bloom's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+
+    def forward(self, x, residual):
+        return residual + self.linear(x)
+
+
+def on_normed(self, x):
+    y = self.ln_1(x)
+    x = self.attn(y, y)
+    y = self.ln_2(x)
+    return self.mlp(y, y)
+
+
+@pytest.mark.parametrize("of_graph", [True, False])
+def test_under_autocast_what_is_meant_to_be_fp32_stays_so(of_graph, device):
+    routed, stream = (
+        fused(Model(norm=InFp32)).to(device),
+        nn.Sequential(*(block_of(on_normed, attn=Adding(), mlp=Adding()) for _ in "ab")),
+    )
+    seen = []
+    routed.blocks[0].mlp.linear.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    replace_norms(stream.to(device), verbose=False)
+    fuse_prenorm_block(stream)
+    with torch.autocast(device.type, torch.bfloat16), torch.set_grad_enabled(of_graph):
+        routed(torch.randn(3, N, device=device))
+        assert seen == [torch.float32] and stream(torch.randn(3, N, device=device)).dtype == torch.float32
+
+
+def test_a_part_that_blocks_share_gives_a_tensor(device):
+    """Each block would do with its output what the other does."""
+    shared = nn.Linear(N, N)
+    first = block_of(lambda self, x: self.ln_2(x + self.attn(x)), attn=shared)
+    second = block_of(lambda self, x: second_half(self, x + self.attn(x)), attn=shared)
+    model, x = nn.ModuleList((first, second)).to(device), torch.randn(3, N, device=device)
+    wanted = copy.deepcopy(model)
+    replace_norms(model, verbose=False)
+    for block in model:
+        fuse_prenorm_block(block)
+    for block, own in zip(model, wanted, strict=True):
+        torch.testing.assert_close(block(x), own(x), rtol=1e-4, atol=1e-5)
+        with torch.autocast(device.type, torch.bfloat16):
+            assert block(x).dtype == own(x).dtype == torch.float32
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, Llama])

@@ -21,6 +21,7 @@ class Returns:
     def __init__(self) -> None:
         self.lengths: dict[str, int] = {}  # of the tuples
         self.asked = ""  # the stand-in whose output was unpacked last
+        self.copies: dict[nn.Module, nn.Module] = {}  # of parts of sublayers that the block calls itself
         self.are_known = False
 
     def of(self, path: str, ys: list) -> Any:
@@ -43,7 +44,12 @@ class StandIn(nn.Module):
         vars(self).update(standing_for=part, path=path, number=number, returns=returns, got_lazy=False)
 
     def __getattr__(self, name: str) -> Any:
-        return on_cpu(getattr(vars(self)["standing_for"], name))
+        value, copies = getattr(vars(self)["standing_for"], name), vars(self)["returns"].copies
+        if isinstance(value, nn.Module):
+            if value not in copies:
+                copies[value] = clone_of(value, lambda p: 0.1 * torch.randn(p.shape, device="cpu"), lambda *part: None)
+            return copies[value]
+        return on_cpu(value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | Lazy) and x.is_floating_point() and x.ndim]

@@ -15,7 +15,6 @@ from .norms import centres, load_stats, normalised, pointwise, row_sums, scalars
 from .nvidia import widen
 from .rows import (
     Place,
-    affine,
     block_mask,
     block_start,
     blocks,
@@ -25,8 +24,10 @@ from .rows import (
     load_weights,
     offsets,
     place,
+    plus,
     prefetch_tile,
     scaled_residual,
+    times,
     zero_outside,
 )
 from .weight_gradients import WeightGradients, add_products, add_stored_partials, store_partials, zero_sums
@@ -382,7 +383,7 @@ def branch_upstream(p, seed, n, b_dz, b_x, b_mean, b_rstd, at, VARIANT: tl.const
             b = drop(b, seed, None, at, block_start(i, at, VARIANT), block_mask(i, at, VARIANT), n, 0, VARIANT)
         if p.drowscale is not None:
             weight = load_weight(p.branch_weight, i, at, VARIANT, VARIANT.OFFSET)
-            b_ds += tl.sum(b * affine(b_hat, weight, load_weight(p.branch_bias, i, at, VARIANT)), 1)
+            b_ds += tl.sum(b * plus(times(b_hat, weight), load_weight(p.branch_bias, i, at, VARIANT)), 1)
         if b_scale is not None:
             b = tl.where((b_scale != 0.0)[:, None], b * b_scale[:, None], 0.0)
             b_hat = tl.where((b_scale != 0.0)[:, None], b_hat, 0.0)

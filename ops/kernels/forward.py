@@ -13,7 +13,6 @@ from .norms import centres, deviation, inverse, load_scalars, normalised, pointw
 from .nvidia import keep_order, widen
 from .rows import (
     Place,
-    affine,
     block_mask,
     block_of,
     block_start,
@@ -25,9 +24,11 @@ from .rows import (
     mean,
     offsets,
     place,
+    plus,
     prefetch_tile,
     row_sum,
     scaled_residual,
+    times,
     zero_outside,
 )
 
@@ -191,10 +192,10 @@ def residual_stream(
         if VARIANT.BRANCH:
             b = normalised(b, b_mean_x, b_rstd_x, VARIANT.BRANCH_NORM)
             if VARIANT.EARLY_WEIGHTS:
-                b = affine(b, block_of(b_branch_weight, i), block_of(b_branch_bias, i))
+                b = plus(times(b, block_of(b_branch_weight, i)), block_of(b_branch_bias, i))
             else:
                 weight = load_weight(p.branch_weight, i, at, VARIANT, VARIANT.OFFSET)
-                b = affine(b, weight, load_weight(p.branch_bias, i, at, VARIANT))
+                b = plus(times(b, weight), load_weight(p.branch_bias, i, at, VARIANT))
             b = zero_outside(b, i, at, VARIANT)
         b_z = branch(b, b_scale, seed, p_mask, n, i, at, VARIANT, 0)
         if p.x1 is not None:
@@ -250,9 +251,9 @@ def store_outputs(p, b_r, weights, b_mean, b_rstd, i: tl.constexpr, at, VARIANT:
     """Stores y and y1 of block i."""
     b_xhat = normalised(b_r, b_mean, b_rstd, VARIANT.NORM)
     m = block_mask(i, at, VARIANT)
-    tl.store(p.y + offsets(i, at, VARIANT), affine(b_xhat, weights[0], weights[1]), mask=m)
+    tl.store(p.y + offsets(i, at, VARIANT), plus(times(b_xhat, weights[0]), weights[1]), mask=m)
     if p.y1 is not None:
-        tl.store(p.y1 + offsets(i, at, VARIANT), affine(b_xhat, weights[2], weights[3]), mask=m)
+        tl.store(p.y1 + offsets(i, at, VARIANT), plus(times(b_xhat, weights[2]), weights[3]), mask=m)
 
 
 @triton.jit

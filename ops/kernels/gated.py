@@ -27,7 +27,6 @@ from .nvidia import widen
 from .rows import (
     Place,
     add_pairs,
-    affine,
     block_cols,
     block_mask,
     block_of,
@@ -35,6 +34,7 @@ from .rows import (
     load_weights,
     place,
     row_sum,
+    times,
 )
 from .weight_gradients import add_stored_partials, store_partials, zero_sums
 
@@ -237,7 +237,7 @@ def store_y(p, b_x, b_z, b_rstd, at, VARIANT: tl.constexpr):
     for i in tl.static_range(blocks(VARIANT)):
         b_gate, _ = gate(widen(b_z[i]), VARIANT)
         b_hat = normalised(before_norm(widen(b_x[i]), b_gate, VARIANT), b_rstd, b_rstd, RMSNORM)
-        b_y = behind_norm(affine(b_hat, block_of(b_weight, i), ()), b_gate, VARIANT)
+        b_y = behind_norm(times(b_hat, block_of(b_weight, i)), b_gate, VARIANT)
         o = dense_rows(at, VARIANT) + block_cols(i, at, VARIANT)[None, :]
         tl.store(p.y + o, b_y, mask=block_mask(i, at, VARIANT))
 
@@ -251,7 +251,7 @@ def row_sums(b_x, b_z, b_dy, b_weight, VARIANT: tl.constexpr):
         b_gate, _ = gate(widen(b_z[i]), VARIANT)
         b_h = before_norm(widen(b_x[i]), b_gate, VARIANT)
         b_squares += b_h * b_h
-        b_products += affine(behind_norm(widen(b_dy[i]), b_gate, VARIANT), block_of(b_weight, i), ()) * b_h
+        b_products += times(behind_norm(widen(b_dy[i]), b_gate, VARIANT), block_of(b_weight, i)) * b_h
     return tl.reduce((b_squares, b_products), 1, add_pairs)
 
 
@@ -278,13 +278,13 @@ def store_gradients(p, n, b_sums, b_x, b_z, b_dy, b_weight, b_squares, b_product
         b_h = before_norm(b_x_i, b_gate, VARIANT)
         b_hat = normalised(b_h, b_rstd, b_rstd, RMSNORM)
         b_u = behind_norm(b_dy_i, b_gate, VARIANT)
-        b_dh = norm_gradient(affine(b_u, block_of(b_weight, i), ()), b_h, b_hat, b_c1, b_c1, b_rstd, b_rstd, RMSNORM)
+        b_dh = norm_gradient(times(b_u, block_of(b_weight, i)), b_h, b_hat, b_c1, b_c1, b_rstd, b_rstd, RMSNORM)
         o = dense_rows(at, VARIANT) + block_cols(i, at, VARIANT)[None, :]
         m = block_mask(i, at, VARIANT)
         if p.dx is not None:
             tl.store(p.dx + o, b_dh if VARIANT.NORM_FIRST else b_dh * b_gate, mask=m)
         if p.dz is not None:
-            b_dgate = affine(b_dy_i, block_of(b_weight, i), ()) * b_hat if VARIANT.NORM_FIRST else b_dh * b_x_i
+            b_dgate = times(b_dy_i, block_of(b_weight, i)) * b_hat if VARIANT.NORM_FIRST else b_dh * b_x_i
             tl.store(p.dz + o, b_dgate * b_slope, mask=m)
         if VARIANT.WANTED[0]:
             b_weight_sums += (b_sums[0][i] + b_u * b_hat,)

@@ -25,7 +25,6 @@ from .nvidia import keep_order, widen
 from .rows import (
     Place,
     Variant,
-    affine,
     block_mask,
     block_of,
     blocks,
@@ -33,7 +32,9 @@ from .rows import (
     load_weight,
     load_weights,
     offsets,
+    plus,
     prefetch_tile,
+    times,
 )
 from .weight_gradients import add_products, store_partials, sum_partials, wanted_before, zero_sums
 
@@ -112,7 +113,7 @@ def modulated_forward_kernel(
     b_r = ()
     for i in tl.static_range(blocks(VARIANT)):
         # Rounded before it is normalised: backward and all who read the stream see only that.
-        b = affine(b_x[i], block_of(b_gate, i), block_of(b_residual, i)).to(VARIANT.STREAM_DTYPE)
+        b = plus(times(b_x[i], block_of(b_gate, i)), block_of(b_residual, i)).to(VARIANT.STREAM_DTYPE)
         if p.r is not None:
             tl.store(p.r + offsets(i, at, VARIANT), b, mask=block_mask(i, at, VARIANT))
         b_r += (widen(b),)
@@ -123,8 +124,8 @@ def modulated_forward_kernel(
         for i in tl.static_range(blocks(VARIANT)):
             if not VARIANT.EARLY_WEIGHTS:
                 maps += (block_maps(p, p_scale, p_shift, i, at, VARIANT),)
-            b = affine(normalised(b_r[i], b_mean, b_rstd, VARIANT.NORM), maps[i][0], maps[i][1])
-            tl.store(p.y + offsets(i, at, VARIANT), affine(b, maps[i][2], maps[i][3]), mask=block_mask(i, at, VARIANT))
+            b = plus(times(normalised(b_r[i], b_mean, b_rstd, VARIANT.NORM), maps[i][0]), maps[i][1])
+            tl.store(p.y + offsets(i, at, VARIANT), plus(times(b, maps[i][2]), maps[i][3]), mask=block_mask(i, at, VARIANT))
         store_stats(p.stats, b_rstd, b_mean, at, VARIANT.NORM)
 
 
@@ -167,7 +168,7 @@ def modulated_backward_kernel(
                 if p.dresidual is not None:
                     tl.store(p.dresidual + o, b_dz[i], mask=m)
                 if p.dx is not None:
-                    tl.store(p.dx + o, affine(b_dz[i], block_of(b_gate, i), ()), mask=m)
+                    tl.store(p.dx + o, times(b_dz[i], block_of(b_gate, i)), mask=m)
         # Of two pairs of a program and a sample, the later one has a later place.
         store_partials(p, b_sums, tl.program_id(0) + sample, place_of(sample, 0, tokens, VARIANT), VARIANT)
 

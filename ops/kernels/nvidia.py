@@ -14,7 +14,7 @@ PTX = tl.constexpr(not INTERPRET)
 @triton.jit
 def widen(b):
     """A block in fp32. Two neighbours in bf16 share a register: two instructions for both, where the compiler takes three."""
-    if PTX and b.dtype == tl.bfloat16 and cuda_capability_geq(8):
+    if PTX and b.dtype == tl.bfloat16 and b.numel % 2 == 0 and cuda_capability_geq(8):
         b_wide = tl.inline_asm_elementwise(
             "{ .reg .b32 %pair; mov.b32 %pair, $2; shl.b32 $0, %pair, 16; and.b32 $1, %pair, 0xffff0000; }",
             "=r,=r,r", [b], dtype=tl.float32, is_pure=True, pack=2,

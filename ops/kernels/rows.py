@@ -168,10 +168,20 @@ def block_of(b_row, i: tl.constexpr):
 
 
 @triton.jit
-def affine(b, b_weight, b_bias):
-    """b · weight + bias; an empty tuple is 1 and 0."""
+def times(b, b_weight):
+    """b · weight; an empty tuple is 1.
+
+    Not one function with `plus`: Triton 3.6 tells calls apart by the tensors in their tuples, not by which tuple they are in. A
+    call with a bias alone would run what was compiled for one with a weight alone.
+    """
     if len(b_weight) > 0:
         b = b * b_weight[0]
+    return b
+
+
+@triton.jit
+def plus(b, b_bias):
+    """b + bias; an empty tuple is 0."""
     if len(b_bias) > 0:
         b = b + b_bias[0]
     return b

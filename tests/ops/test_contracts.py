@@ -106,8 +106,7 @@ def examples(device: torch.device, sequences: int = 2) -> tuple[Tensor, Tensor]:
 @every_call
 def test_compiled_code_gives_the_bits_of_eager_code_without_a_graph_break(name, device):
     torch._dynamo.reset()
-    # A machine without a GPU may lack a compiler.
-    counter = CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")  # Inductor sums up what is around the operators in other orders
     ours, _ = CALLS[name]
     compiled, counts = torch.compile(ours, fullgraph=True, dynamic=True, backend=counter), []
     for sequences in (2, 5):

@@ -18,14 +18,14 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gpu", DEVICES)
 @pytest.mark.parametrize("n", [768, 16384, 65536])
-def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, monkeypatch):
-    facts = DEVICES[device]
+def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, gpu, device, monkeypatch):
+    facts = DEVICES[gpu]
     monkeypatch.setattr(kit, "device_facts", lambda device: facts)
     started = []
     monkeypatch.setattr(kit.Launcher, "__call__", lambda self, *arguments: started.append((self.options, arguments)))
-    x, w = torch.randn(64, n, dtype=BF16, requires_grad=True), torch.ones(n, dtype=BF16, requires_grad=True)
+    x, w = (torch.ones(shape, dtype=BF16, device=device, requires_grad=True) for shape in ((64, n), (n,)))
     layer_norm_fn(x, w, None).backward(torch.ones_like(x))
     assert len(started) == 3  # forward, backward, the sum of weight gradients
     for options, _ in started:

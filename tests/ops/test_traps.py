@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import Norm, kit, layer_norm_fn, norm, norm_fn, rms_norm_fn
+from ops import Norm, kit, layer_norm_fn, modulated_norm_fn, norm, norm_fn, rms_norm_fn
 from ops.records import BackwardInputs
 
 from .cases import BF16, FP32, leaves, shapes
@@ -17,6 +17,21 @@ def test_bias1_without_bias_or_weight1(zero_centered, device):
     torch.testing.assert_close(y1, F.layer_norm(x, (32,), None, b1, 1e-5))
     y1.sum().backward()
     torch.testing.assert_close(b1.grad, torch.full_like(b1, 5.0))
+
+
+@pytest.mark.parametrize(
+    "given", ["residual weight", "residual scale", "shift weight", "shift residual", "scale", "gate shift"]
+)
+@pytest.mark.parametrize("n", [32, 2048])  # several rows a tile, and one
+def test_what_multiplies_and_what_is_added_stand_alone(given, n, device):
+    """Trap: Triton 3.6 takes a call with a bias alone for one with a weight alone."""
+    x, residual, scale, shift, gate, w = leaves(device, (2, 3, n), (2, 3, n), (2, n), (2, n), (2, n), (n,))
+    every = {"residual": residual, "scale": scale, "shift": shift, "gate": gate, "weight": w}
+    chosen = {name: every[name] for name in given.split()}
+    r = x * chosen.get("gate", torch.ones_like(gate))[:, None] + chosen.get("residual", 0.0)
+    y = F.rms_norm(r, (n,), chosen.get("weight"), 1e-6) * (1 + chosen.get("scale", torch.zeros_like(scale)))[:, None]
+    y = y + chosen.get("shift", torch.zeros_like(shift))[:, None]
+    torch.testing.assert_close(modulated_norm_fn(x, **chosen, is_rms_norm=True), y, rtol=1e-4, atol=1e-5)
 
 
 def recorded(monkeypatch):

@@ -166,7 +166,7 @@ def called(model, i, x):
     if isinstance(model, Model):
         return model.blocks[i](x)
     llama = model.model
-    embeddings = llama.rotary_emb(x, torch.arange(x.shape[1])[None])
+    embeddings = llama.rotary_emb(x, torch.arange(x.shape[1], device=x.device)[None])
     return first(llama.layers[i](x, position_embeddings=embeddings))
 
 

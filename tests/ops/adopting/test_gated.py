@@ -35,14 +35,14 @@ def theirs(name: str) -> nn.Module:
 
 def results(norm, *dtypes):
     generator = torch.Generator().manual_seed(0)
-    x, z = (torch.randn(2, 3, 48, generator=generator).to(dtype).requires_grad_() for dtype in dtypes)
+    x, z = (torch.randn(2, 3, 48, generator=generator).to(norm.weight.device, dtype).requires_grad_() for dtype in dtypes)
     y = norm(x, gate=z)
     return [y, *torch.autograd.grad(y.float().square().sum(), (x, z, norm.weight))]
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_gated_norms_of_transformers_give_the_same_in_one_kernel_and_are_given_back(name, kernel):
-    norm = theirs(name)
+def test_gated_norms_of_transformers_give_the_same_in_one_kernel_and_are_given_back(name, device, kernel):
+    norm = theirs(name).to(device)
     plain = copy.deepcopy(norm)
     (site,) = replace_norms(norm, verbose=False)
     assert site.fused and isinstance(norm, type(plain))

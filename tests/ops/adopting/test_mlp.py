@@ -147,10 +147,10 @@ def test_parameters_with_the_names_of_layers_are_no_mlp_and_no_generator_but_the
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_exported_program_has_the_operator(kernel):
-    _, ours = pair(Apart())
+def test_an_exported_program_has_the_operator(device, kernel):
+    _, ours = pair(Apart().to(device))
     replace_mlps(ours)
-    program = torch.export.export(ours, (torch.randn(3, 16),), strict=False)
+    program = torch.export.export(ours, (torch.randn(3, 16, device=device),), strict=False)
     assert any("activation" in str(node.target) for node in program.graph.nodes)
 
 

@@ -99,6 +99,7 @@ def test_parity_is_drawn_as_dots_of_error_ratios_and_the_first_picture_has_the_s
     figures = []
     monkeypatch.setattr("measure.plots.save_figure", lambda figure, _: figures.append(figure))
     plots.parity([results.parity_of({}), results.parity_of({}, holds=False)], tmp_path, "card and versions")
+    monkeypatch.setattr(plots, "FAR", 1.1)
     plots.lead({"eager": recorded(results.ablation([{}], ["eager"]).cells[0])}, tmp_path, "")
     assert "card and versions" in [text.get_text() for text in figures[0].texts]
     dots = [float(line.get_xdata()[0]) for line in figures[0].axes[0].lines if line.get_marker() == "o"]

@@ -21,7 +21,7 @@ KINDS = ("loss", "gradient norm", "gradients", "row scales", "parameters")  # of
 def lead(cells: Mapping[str, Recorded], path: Path, footer: str, title: str = "Step time") -> None:
     """Left a bar for each arm's step; right the subject's speed-up over each other arm with its interval, over the band of A/A.
 
-    The axis of the speed-ups reaches FAR, or the speed-up over the fastest other arm. A larger one is an arrowhead and a number.
+    The axis of the speed-ups reaches FAR, or the speed-up over the fastest other arm. A larger one is an arrow and a number.
 
     Args:
         cells: by their titles.

@@ -219,7 +219,7 @@ def assert_as_accurate_as_pytorch(case: Case, device: torch.device, absolute: fl
     for name, error in mine_off.items():
         assert mine[name].dtype == theirs[name].dtype, name
         # What remains of a sum over all elements, in which most cancels, is a matter of luck: PyTorch's largest error counts.
-        allowed = 2 * max(theirs_off.values()) if name.endswith("scalars") else theirs_off[name]
+        allowed = 1.25 * max(theirs_off.values()) if name.endswith("scalars") else theirs_off[name]
         # The gradient of a scale is a sum in which most cancels, as the norm undoes a scale.
         absolute_here = 10 * absolute if name.startswith("drowscale") else absolute
         assert error <= 2 * allowed + absolute_here, f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"

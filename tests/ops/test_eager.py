@@ -155,6 +155,13 @@ def test_traces_see_operators(given):
     assert "::norm" in str(torch.jit.trace(site, given, check_trace=False).graph)
 
 
+def test_vmap_in_a_compiled_graph_maps_the_operator(given):
+    x, *rest = given = [t.detach() for t in given]
+    for samples in (2, 0):
+        compiled = torch.compile(torch.func.vmap(lambda x: site(x, *rest)), fullgraph=True, backend="aot_eager")
+        assert equal(compiled(x.expand(samples, 4, 24)), [t.expand(samples, 4, 24) for t in site(*given)])
+
+
 class Site(torch.nn.Module):
     def forward(self, x, residual, w, b):
         return site(x, residual, w, b)

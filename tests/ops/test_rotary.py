@@ -236,8 +236,9 @@ def test_angles_of_each_token_are_read_where_they_lie(layout, device):
     if "expanded" in layout:
         angles["sin"] = angles["sin"].contiguous()  # unlike cos
     found = results(call, case, tensors | angles)
+    rounding = {} if device.type == "cuda" else {"rtol": 0.0, "atol": 0.0}  # a GPU's compiler joins products and sums
     for name, t in expected.items():
-        torch.testing.assert_close(found[name], t)
+        torch.testing.assert_close(found[name], t, **rounding)
     with mock.patch.object(checks, "runs_kernels", return_value=False):
         check(results(call, case, tensors | angles), case, tensors | {"positions": rows})
 

@@ -226,7 +226,7 @@ def seen_by_global_hooks(model, blocks, x):
 def with_another_norm(norm):
     def program(model, blocks, x):
         for block in blocks:
-            setattr(block, "ln_2" if isinstance(block, Block) else "post_attention_layernorm", norm())
+            setattr(block, "ln_2" if isinstance(block, Block) else "post_attention_layernorm", norm().to(x.device))
         return [model(x)]
 
     return program

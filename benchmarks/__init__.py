@@ -10,7 +10,6 @@ python -m benchmarks.modulated       norms that are modulated per sample
 python -m benchmarks.host            what one call costs the CPU, eager and compiled
 python -m benchmarks.memory          what a chain of fused blocks holds, against PyTorch's
 python -m benchmarks.scaling         weak scaling of a training step over the GPUs of a machine
-python -m benchmarks.study_proofs    whether compare.py finds known differences, and none where there is none
 python -m benchmarks.study_errors    how often compare.py errs, on drawn studies; needs no GPU
 python -m benchmarks.parity_errors   how often the parity test of ablate.py fails for correct arms; needs no GPU
 

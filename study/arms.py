@@ -1,7 +1,7 @@
 """The arms of a study: what the command line or an option of the group study sweeps, but for learning rates and seeds."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -13,7 +13,6 @@ from configs import ConfigError, keys, machine, rules
 from configs.schema import Parallel, Precision, WandbMode
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import flat
-from model import GPT
 from study.config import Config
 from training.tracking import with_defaults
 
@@ -26,16 +25,10 @@ WORDS = ("claim", "source", "limits")
 
 @dataclass(frozen=True)
 class Arm:
-    """One model, trained at every learning rate with every seed.
-
-    Args:
-        fill: called with the model before its step is captured, and for its initial weights. It may set weights and register
-            hooks of gradients. No key sets it: benchmarks/study_proofs.py makes an arm with it that has to be worse.
-    """
+    """One model, trained at every learning rate with every seed."""
 
     name: str
     cfg: Config
-    fill: Callable[[GPT], object] = lambda model: None
 
     def at(self, rate: float, seed: int) -> Config:
         """The config of one run: that of `python train.py` with the same keys."""

@@ -5,7 +5,6 @@ where they are, as the step's CUDA graph has their addresses; a run begins by fi
 tensors that begin as zeros: those of AdamW and Muon are.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from training.inputs import Inputs
 from training.precision import MixedPrecision
 from training.step import TrainingStep
 
-Fill = Callable[[GPT], object]
-
 
 class Engine:
     """An arm's model, and a run of it.
@@ -32,13 +29,12 @@ class Engine:
     Args:
         cfg: of any of the arm's runs: they differ in learning rate and seed.
         corpus: the validation windows are those of `train.py`.
-        fill: of the arm, see `study.arms.Arm`.
     """
 
-    def __init__(self, cfg: Config, precision: MixedPrecision, corpus: Corpus, fill: Fill = lambda model: None) -> None:
-        self.cfg, self.precision, self.corpus, self.fill = cfg, precision, corpus, fill
+    def __init__(self, cfg: Config, precision: MixedPrecision, corpus: Corpus) -> None:
+        self.cfg, self.precision, self.corpus = cfg, precision, corpus
         device, train = precision.device, cfg.train
-        self.model, self.state, forward = build(cfg, precision, corpus.tokenizer.vocab_size, fill=fill)
+        self.model, self.state, forward = build(cfg, precision, corpus.tokenizer.vocab_size)
         self.initial: list[Tensor] = []  # weights of the seed
         self.step = 0
         self.losses, self.grad_norms = (torch.zeros(train.steps, device=device) for _ in range(2))
@@ -87,12 +83,11 @@ class Engine:
         return Batches(self.corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
 
     def _initial_values(self, cfg: Config) -> list[Tensor]:
-        """The weights that `train.py` begins with, and what `fill` makes of them."""
+        """The weights that `train.py` begins with."""
 
-        def filled(model: GPT) -> None:
+        def fill(model: GPT) -> None:
             if cfg.init_from:
                 export.load(model, cfg.init_from, self.corpus.tokenizer)
-            self.fill(model)
 
-        model = build(cfg, self.precision, self.corpus.tokenizer.vocab_size, fill=filled).model
+        model = build(cfg, self.precision, self.corpus.tokenizer.vocab_size, fill=fill).model
         return [parameter.detach() for parameter in model.parameters()]

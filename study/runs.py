@@ -134,7 +134,7 @@ class Runs:
         if self._arm != wanted:
             self._engine: Engine | None = None
             free_memory(self.precision.device)
-            self._arm, self._engine = wanted, Engine(arm.cfg, self.precision, self.corpus, arm.fill)
+            self._arm, self._engine = wanted, Engine(arm.cfg, self.precision, self.corpus)
         assert self._engine is not None
         return self._engine
 

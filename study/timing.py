@@ -59,7 +59,7 @@ def block_times(
     engines: dict[str, Engine] = {}
     for name, of in of_all.items():
         cfg = of.at(engine.cfg.optim.lr, engine.cfg.seed)
-        engines[name] = Engine(cfg, precision, corpus, of.fill) if engines else engine
+        engines[name] = Engine(cfg, precision, corpus) if engines else engine
         engines[name].begin(cfg)
 
     def steps_ms(name: str, steps: int) -> list[float]:

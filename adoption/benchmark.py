@@ -1,22 +1,22 @@
-"""A training step of transformers' Llama, Qwen3 and Gemma 3, and of two DiTs: as it is, adopted, with Liger's kernels or by
+"""A training step of transformers' Llama, Qwen3 and Gemma 3, and of a DiT: as it is, adopted, with Liger's kernels or by
 hand, and compiled.
 
     pip install 'transformers>=5.20' liger-kernel
-    python -m adoption.benchmark            random weights; a step has 24 × 1024 tokens, of a DiT 64 samples of 256 or 1024
-    python -m adoption.benchmark --arm adopted "adopted, own rotary" Liger       these alone, beside the plain model
+    python -m adoption.benchmark            random weights; a step has 24 × 1024 tokens, of a DiT 64 samples of 256
     python -m adoption.benchmark --model DiT-B/2    this alone, which needs neither library
 
 A step is forward under autocast to bf16 with weights in fp32, as with `bf16=True` of Trainer, backward and a fused AdamW
 update. All arms of a model are in one process, in short blocks that alternate. Arms with "plain loss" have transformers' loss,
 so that the gain of prenorm's or Liger's loss is seen by itself; with "own rotary", queries and keys are turned and normed as
 they were, with "own MLP" the MLP is. The DiT is that of examples/dit_block.py; its arms "by hand" are the example's second
-version. The compiled arms are whole models under torch.compile; the larger DiT has none. An arm whose first loss or gradient is
-not that of the plain model is an error, as is one whose library can't be imported.
+version. The compiled arms are whole models under torch.compile. An arm whose first loss or gradient is not that of the plain
+model is an error, as is one whose library can't be imported.
 """
 
 import argparse
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from adoption.check import alternating_blocks
 from adoption.models import autocasting
-from benchmarks import command
+from benchmarks import command, report
 from benchmarks.command import Record
-from measure.comparison import AGAIN, TORCH, compare_blocks, cycle_times
-from measure.statistics import LEAST_SAMPLES, Interval, spread
-from measure.tables import NOTHING, aligned, interval_text, number
+from measure.comparison import AGAIN, TORCH, cycle_times
+from measure.statistics import LEAST_SAMPLES, paired_ratio, spread
 from ops import adopt
 
 ADOPTED, ADOPTED_PLAIN, LIGER, LIGER_PLAIN = "adopted", "adopted, plain loss", "Liger", "Liger, plain loss"
@@ -38,11 +37,6 @@ OWN_ROTARY, OWN_MLP, BY_HAND = "adopted, own rotary", "adopted, own MLP", "by ha
 COMPILED, ADOPTED_COMPILED, BY_HAND_COMPILED = "compiled", "adopted, compiled", "by hand, compiled"
 ARMS = (TORCH, AGAIN, ADOPTED, ADOPTED_PLAIN, OWN_ROTARY, OWN_MLP, LIGER, LIGER_PLAIN, COMPILED, ADOPTED_COMPILED)
 DIT_ARMS = (TORCH, AGAIN, ADOPTED, BY_HAND, COMPILED, ADOPTED_COMPILED, BY_HAND_COMPILED)
-BASES = (TORCH, LIGER, LIGER_PLAIN, BY_HAND, COMPILED, BY_HAND_COMPILED)  # that others are compared with
-PARTS = {  # of what an arm has, and the arm without it
-    ADOPTED: {"loss": ADOPTED_PLAIN, "rotary": OWN_ROTARY, "MLP": OWN_MLP},
-    LIGER: {"loss": LIGER_PLAIN},
-}
 SAME = 0.02  # of the loss and the gradient's norm, relative: rounding to bf16 stays below
 WARM_UP = 3  # steps of each arm
 _WIDE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "tie_word_embeddings": True}
@@ -53,11 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {  # of transformers' models, about 110M para
     | {"hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},
 }
 TINY = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}  # on the CPU
-DITS = {  # tokens, channels, width, heads, blocks; and the arms. To compile the larger one too would take another minute
-    "DiT-B/2": ((256, 16, 768, 12, 12), DIT_ARMS),
-    "DiT-XL/2, 8 blocks": ((1024, 16, 1152, 16, 8), DIT_ARMS[:4]),
-}
-SAMPLES = 64
+DIT, SAMPLES = (256, 16, 768, 12, 12), 64  # tokens, channels, width, heads, blocks
 
 
 class Task(NamedTuple):
@@ -92,8 +82,7 @@ def of_transformers(kind: str, device: torch.device) -> Task:
 
 def of_dit(kind: str, device: torch.device) -> Task:
     modeling: Any = import_module("examples.dit_block")  # by name, as examples import from here
-    sizes, arms = DITS[kind]
-    sizes, samples = (sizes, SAMPLES) if device.type == "cuda" else (modeling.TINY, 2)
+    sizes, samples = (DIT, SAMPLES) if device.type == "cuda" else (modeling.TINY, 2)
     tokens, channels, width, *_ = sizes
     plain = modeling.DiT(*sizes).to(device)
     latents, noise = (torch.randn(samples, tokens, channels, device=device) for _ in range(2))
@@ -103,10 +92,10 @@ def of_dit(kind: str, device: torch.device) -> Task:
         return model(latents, condition, noise)[1]
 
     facts = {"model": kind, "tokens": samples * tokens}
-    return Task(plain, loss, facts, arms, modeling, partial(modeling.FusedDiT, *sizes), steps=1)
+    return Task(plain, loss, facts, DIT_ARMS, modeling, partial(modeling.FusedDiT, *sizes), steps=1)
 
 
-MODELS = dict.fromkeys(SIZES, of_transformers) | dict.fromkeys(DITS, of_dit)
+MODELS = dict.fromkeys(SIZES, of_transformers) | {"DiT-B/2": of_dit}
 
 
 class Arm:
@@ -163,8 +152,6 @@ class Arm:
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser("adoption", __doc__, rounds=LEAST_SAMPLES, module="adoption.benchmark")
     parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="(all)")
-    arms = tuple(dict.fromkeys(ARMS + DIT_ARMS))
-    parser.add_argument("--arm", nargs="+", choices=arms, default=arms, metavar="NAME", help=f"of {', '.join(arms)} (all)")
     return command.parse(parser, argv)
 
 
@@ -173,15 +160,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = command.open_results(options)
     for kind in options.model:
         torch.manual_seed(0)
-        results.add(records := measure(MODELS[kind](kind, options.device), options.rounds, options.arm))
-        print(f"\n{summary(records)}", flush=True)
-    results.finish()
+        results.add(measure(MODELS[kind](kind, options.device), options.rounds))
+    print(report.adoption({"records": results.finish()}))
 
 
-def measure(task: Task, rounds: int, asked: Sequence[str]) -> list[Record]:
-    """A record for each arm, with its speed-up over others; or with an error."""
+def measure(task: Task, rounds: int) -> list[Record]:
+    """A record for each arm, with its speed-up over each other; or with an error, which is printed."""
     cell = task.facts | {"parameters": sum(p.numel() for p in task.plain.parameters()), "weights": "fp32"}
-    records: dict[str, Record] = {name: cell | {"arm": name} for name in task.arms if name in (TORCH, AGAIN, *asked)}
+    records: dict[str, Record] = {name: cell | {"arm": name} for name in task.arms}
     arms: dict[str, Arm] = {}
     before = dict(vars(task.modeling))
     torch.compiler.reset()  # else the sizes of the model before make these dynamic
@@ -195,15 +181,16 @@ def measure(task: Task, rounds: int, asked: Sequence[str]) -> list[Record]:
                 arms[name] = arm
             except Exception as error:  # of somebody's library: the others are measured
                 record["error"] = f"{type(error).__name__}: {error}"
+                print(f"failed: {name}: {record['error']}", flush=True)
         blocks = alternating_blocks({name: arm.step for name, arm in arms.items()}, task.device, rounds, task.steps)
     finally:
         vars(task.modeling).update(before)
-    for name in arms:
-        times = spread(cycle_times(blocks[name]))
+    cycles = {name: cycle_times(blocks[name]) for name in arms}
+    for name, ms in cycles.items():
+        times = spread(ms)
         records[name] |= {"ms": round(times.median, 3), "p10": round(times.p10, 3), "p90": round(times.p90, 3)}
-        for base in [base for base in arms if base in (*BASES, *PARTS.get(name, {}).values()) and base != name]:
-            ratio = compare_blocks(blocks[base], blocks[name]).speedup
-            records[name][f"over {base}"] = [round(value, 4) for value in (ratio.median, ratio.low, ratio.high)]
+        ratios = {base: paired_ratio(base_ms, ms) for base, base_ms in cycles.items() if base != name}
+        records[name] |= {f"over {base}": [round(value, 4) for value in astuple(of)] for base, of in ratios.items()}
     return list(records.values())
 
 
@@ -212,29 +199,6 @@ def check(record: Record, plain: Record) -> None:
     for what in ("loss", "gradient"):
         if not abs(record[what] - plain[what]) < SAME * plain[what]:
             raise ArithmeticError(f"its first {what} is {record[what]:.5g}, expected {plain[what]:.5g}")
-
-
-def summary(records: Sequence[Record]) -> str:
-    """A table, what of the gain is the loss and what the rotary positions, and which arms failed."""
-    cell = "{model}, {parameters:,} parameters in {weights}, {tokens} tokens a step".format(**records[0])
-    bases = [base for base in BASES if any(record["arm"] == base for record in records)]
-    header = [cell, "ms", "GiB a step", *(f"× as fast as {base}" for base in bases)]
-    rows, alone, failed = [], [], []
-    for record in records:
-        if "error" in record:
-            failed.append(f"failed: {record['arm']}: {record['error']}")
-            continue
-        arm, memory = record["arm"], record.get("peak_gb", NOTHING)
-        rows.append([arm, number(record["ms"]), memory, *(over(record, base) for base in bases)])
-        for part, without in PARTS.get(arm, {}).items():
-            if f"over {without}" in record:
-                alone.append(f"The {part} alone: {arm} is {over(record, without)} × as fast as without")
-    return "\n".join([aligned(header, rows), *alone, *failed])
-
-
-def over(record: Record, base: str) -> str:
-    found = record.get(f"over {base}")
-    return interval_text(Interval(*found)) if found else NOTHING
 
 
 if __name__ == "__main__":

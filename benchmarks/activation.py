@@ -7,7 +7,6 @@ python -m benchmarks.activation                       everything that can be imp
 python -m benchmarks.activation --case swiglu         silu(gate) · value alone
 """
 
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -15,9 +14,8 @@ from importlib import import_module
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import bandwidth, command
+from benchmarks.bandwidth import Task, by_provider, program
 from benchmarks.cases import BACKWARD, FORWARD, drawn
-from benchmarks.providers import compiled
 from ops import gated_activation_fn
 
 # Rows, and columns of y: of Llama 3.2 1B, Llama 3 8B, of GPT-2 124M's width, and of no model.
@@ -25,48 +23,29 @@ SHAPES = [(32768, 3072), (16384, 8192), (8192, 14336), (20000, 5504)]
 CASES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what the gate goes through
 
 
-def in_torch(case: str) -> Callable[[Tensor], Tensor]:
-    """As people write it; compiled by the provider of that name."""
-    activate = F.silu if case == "swiglu" else partial(F.gelu, approximate="tanh")
-
-    def function(x: Tensor) -> Tensor:
-        gate, value = x.chunk(2, -1)
-        return activate(gate) * value
-
-    return function
-
-
-def liger(case: str) -> Callable[[Tensor], Tensor] | None:
-    if case != "swiglu":
-        return None
+def liger() -> Callable[[Tensor], Tensor]:
     apply = import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction.apply
     return lambda x: apply(*x.chunk(2, -1))
 
 
-PROVIDERS: dict[str, Callable[[str], Callable[[Tensor], Tensor] | None]] = {
-    "ours": lambda case: partial(gated_activation_fn, activation=CASES[case]),
-    "torch": in_torch,
-    "compile": lambda case: compiled(in_torch(case)),
-    "liger-kernel": liger,
-}
+def task(case: str, M: int, N: int) -> Task:
+    activate = F.silu if case == "swiglu" else partial(F.gelu, approximate="tanh")
 
+    def plain(x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return activate(gate) * value
 
-def task(case: str, M: int, N: int) -> bandwidth.Task:
-    return bandwidth.Task(
+    ours = partial(gated_activation_fn, activation=CASES[case])
+    return Task(
         {"case": case, "dtype": "bf16", "M": M, "N": N},
         bytes={FORWARD: 6 * M * N, BACKWARD: 10 * M * N},
-        make=lambda provider: PROVIDERS[provider](case),
+        make=by_provider(ours, plain, liger_kernel=liger if case == "swiglu" else None),
         inputs=partial(drawn, lambda normal: ([normal(M, 2 * N)], [normal(M, N)])),
-        reference=lambda _, x: (in_torch(case)(x),),
+        reference=lambda _, x: plain(x),
     )
 
 
-def tasks(options: Namespace) -> list[bandwidth.Task]:
-    shapes = SHAPES if options.device.type == "cuda" else [(command.CPU_ROWS, 160)]
-    return [task(case, *shape) for case in options.case or CASES for shape in shapes]
-
-
-options_of, main = bandwidth.program("activation", __doc__, CASES, PROVIDERS, tasks)
+options_of, main = program("activation", __doc__, dict.fromkeys(CASES, SHAPES), task, ["liger-kernel"])
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import command, report
 from benchmarks.cases import FORWARD, Function, TensorSet
 from benchmarks.command import Record
-from benchmarks.providers import as_tuple
+from benchmarks.providers import as_tuple, compiled
 from measure import timing
 from measure.progress import progress, show_current
 
@@ -24,6 +24,7 @@ ROUNDS = 9  # many cells in little time
 # mean, a forgotten weight or a missing gradient gives 5e-2 and more.
 TOLERANCE = 2e-2
 Functions = Mapping[str, Callable[..., Any]]  # by provider
+OWN = ("ours", "torch", "compile")  # the providers that are always here
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,20 @@ class Task:
         return [partial(torch.autograd.grad, function(*i.args), i.leaves, i.upstream, **options) for i in sets]
 
 
+def by_provider(
+    ours: Callable[..., Any], plain: Callable[..., Any], **libraries: Callable[[], Callable[..., Any]] | None
+) -> Callable[[str], Callable[..., Any] | None]:
+    """`Task.make` of ours, of PyTorch's operators as people write them, and of libraries, with _ for - in their names."""
+
+    def make(provider: str) -> Callable[..., Any] | None:
+        if provider in OWN:
+            return {"ours": ours, "torch": plain}.get(provider) or compiled(plain)
+        library = libraries.get(provider.replace("-", "_"))
+        return library and library()
+
+    return make
+
+
 def parser(name: str, doc: str | None, cases: Iterable[str], known: Iterable[str]) -> argparse.ArgumentParser:
     """A parser with the options that these programs have; known: the names of the providers."""
     parser = command.parser(name, doc, known, ROUNDS)
@@ -62,27 +77,30 @@ def parser(name: str, doc: str | None, cases: Iterable[str], known: Iterable[str
 def program(
     name: str,
     doc: str | None,
-    cases: Iterable[str],
-    known: Iterable[str],
-    tasks: Callable[[argparse.Namespace], Sequence[Task]],
-    add: Callable[[argparse.ArgumentParser], object] = lambda _: None,
+    shapes: Mapping[str, Sequence[tuple[int, ...]]],
+    task: Callable[..., Task],
+    libraries: Sequence[str] = (),
+    on_cpu: tuple[int, ...] = (command.CPU_ROWS, 160),
 ) -> tuple[Callable[..., argparse.Namespace], Callable[..., None]]:
     """A program's functions `options_of` and `main`, both of the words of a command, or of None for the command line.
 
     Args:
-        known: the names of the providers.
-        tasks: what these options ask for. On a CPU, where programs are tried, it is small.
-        add: more options.
+        shapes: by case.
+        task: of a case and the numbers of a shape.
+        libraries: that offer some of the cases.
+        on_cpu: the shape of all cases there, where programs are tried.
     """
+    known = (*OWN, *libraries)
 
     def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-        own = parser(name, doc, cases, known)
-        add(own)
-        return command.parse(own, argv)
+        return command.parse(parser(name, doc, shapes, known), argv)
 
     def main(argv: Sequence[str] | None = None) -> None:
         options = options_of(argv)
-        run(options, command.importable(options.provider, known), tasks(options))
+        on_gpu = options.device.type == "cuda"
+        with options.device:  # for tables that a task makes
+            tasks = [task(case, *of) for case in options.case or shapes for of in (shapes[case] if on_gpu else [on_cpu])]
+        run(options, command.importable(options.provider, known), tasks)
 
     return options_of, main
 
@@ -171,7 +189,7 @@ def check(reference: Function, rows: int, inputs: TensorSet, function: Function,
     outputs = as_tuple(function(*inputs.args))
     if (found := [(t.shape, t.dtype) for t in outputs]) != (right := [(t.shape, t.dtype) for t in inputs.upstream]):
         raise WrongResult(f"the outputs are {found}, expected {right}")
-    expected = reference([t.detach()[:rows].double() for t in outputs], *args)
+    expected = as_tuple(reference([t.detach()[:rows].double() for t in outputs], *args))
     for at, (out, wanted) in enumerate(zip(outputs, expected, strict=True)):
         near(f"output {at}", out[:rows], wanted)
     if not backward:

@@ -3,11 +3,10 @@
 Shares count the fewest bytes: softmax reads and writes each element once, its backward reads two and writes one; cross-entropy,
 forward and backward in one call, reads each logit once and writes its gradient.
 
-python -m benchmarks.losses                                everything that can be imported
-python -m benchmarks.losses --case softmax --dtype fp16    49152 rows of 32 to 32768 columns in fp16, as OneFlow measured
+python -m benchmarks.losses                      everything that can be imported
+python -m benchmarks.losses --case softmax       49152 rows of 32 to 32768 columns, as OneFlow measured
 """
 
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import bandwidth, command
-from benchmarks.bandwidth import Functions, Task, near
-from benchmarks.cases import BACKWARD, BOTH, DTYPES, FORWARD, drawn
-from benchmarks.providers import compiled
+from benchmarks.bandwidth import Functions, Task, by_provider, near, program
+from benchmarks.cases import BACKWARD, BOTH, FORWARD, X_DTYPE, drawn
 from measure.timing import Call, Contender
 from ops import cross_entropy_fn, softmax_fn
 
@@ -40,21 +37,19 @@ def liger_loss() -> Loss:
     return lambda logits, targets: apply(logits, targets, None, -100)[0]
 
 
-MAKERS: dict[str, dict[str, Callable[[], Loss]]] = {
-    "softmax": {
-        "ours": lambda: softmax_fn,
-        "torch": lambda: partial(torch.softmax, dim=-1),
-        "compile": lambda: compiled(lambda x: torch.softmax(x, -1)),
-        "liger-kernel": lambda: import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply,
-        "quack-kernels": lambda: import_module("quack.softmax").softmax,
-    },
-    "cross_entropy": {
-        "ours": lambda: partial(cross_entropy_fn, in_place=True),
-        "torch": lambda: torch_loss,
-        "compile": lambda: compiled(torch_loss),
-        "liger-kernel": liger_loss,
-        "quack-kernels": lambda: partial(import_module("quack.cross_entropy").cross_entropy, inplace_backward=True),
-    },
+MAKERS = {
+    "softmax": by_provider(
+        softmax_fn,
+        partial(torch.softmax, dim=-1),
+        liger_kernel=lambda: import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply,
+        quack_kernels=lambda: import_module("quack.softmax").softmax,
+    ),
+    "cross_entropy": by_provider(
+        partial(cross_entropy_fn, in_place=True),
+        torch_loss,
+        liger_kernel=liger_loss,
+        quack_kernels=lambda: partial(import_module("quack.cross_entropy").cross_entropy, inplace_backward=True),
+    ),
 }
 
 
@@ -85,37 +80,24 @@ class LossTask(Task):
         return [Contender(name, partial(build, of), before=lambda: logits.copy_(source)) for name, of in functions.items()]
 
 
-def task(case: str, M: int, N: int, dtype: str) -> Task:
-    size, whole = M * N * DTYPES[dtype].itemsize, case == "cross_entropy"
+def task(case: str, M: int, N: int) -> Task:
+    size, whole = M * N * X_DTYPE.itemsize, case == "cross_entropy"
 
     def draw(normal: Callable[..., Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Logits [M, N], and of cross-entropy targets [M]."""
-        x = normal(M, N, dtype=DTYPES[dtype])
-        if whole:
-            return [x, torch.randint(N, (M,), device=x.device)], []
-        return [x], [normal(M, N, dtype=DTYPES[dtype])]
+        x = normal(M, N)
+        return ([x, torch.randint(N, (M,), device=x.device)], []) if whole else ([x], [normal(M, N)])
 
     return (LossTask if whole else Task)(
-        {"case": case, "dtype": dtype, "M": M, "N": N},
+        {"case": case, "dtype": "bf16", "M": M, "N": N},
         bytes={BOTH: 2 * size} if whole else {FORWARD: 2 * size, BACKWARD: 3 * size},
-        make=lambda provider: MAKERS[case][provider](),
+        make=MAKERS[case],
         inputs=partial(drawn, draw),
-        reference=F.cross_entropy if whole else lambda _, x: (torch.softmax(x, -1),),
+        reference=F.cross_entropy if whole else lambda _, x: torch.softmax(x, -1),
     )
 
 
-def tasks(options: Namespace) -> list[Task]:
-    shapes = [(case, M, N) for case in options.case or MAKERS for M, N in SHAPES[case]]
-    if options.device.type == "cpu":
-        shapes = [(case, command.CPU_ROWS, min(N, 512)) for case, _, N in shapes]
-    return [task(*shape, options.dtype) for shape in shapes]
-
-
-def add(parser: ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="(%(default)s)")
-
-
-options_of, main = bandwidth.program("losses", __doc__, MAKERS, MAKERS["softmax"], tasks, add)
+options_of, main = program("losses", __doc__, SHAPES, task, ["liger-kernel", "quack-kernels"])
 
 if __name__ == "__main__":
     main()

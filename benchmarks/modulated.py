@@ -8,23 +8,21 @@ python -m benchmarks.modulated                       everything that can be impo
 python -m benchmarks.modulated --case adaln_zero     gated add, LayerNorm, scale and shift, with a stream in bf16
 """
 
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import bandwidth, command
+from benchmarks.bandwidth import Task, by_provider, program
 from benchmarks.cases import BACKWARD, DTYPES, FORWARD, drawn
-from benchmarks.providers import as_tuple, compiled
 from ops import modulated_norm_fn
 
 EPS, ELEMENTS = 1e-6, 2**26
 # Tokens of a sample, and columns: DiT-B/2 and DiT-XL/2 of 256 and 512 pixels, SD3 medium, FLUX.1, Wan 2.1 14B, and of no model.
-SHAPES = [(256, 768), (256, 1152), (1024, 1152), (4096, 1536), (4096, 3072), (4096, 5120), (1000, 2400)]
+SIZES = [(256, 768), (256, 1152), (1024, 1152), (4096, 1536), (4096, 3072), (4096, 5120), (1000, 2400)]
+SHAPES = [(ELEMENTS // N // T, T, N) for T, N in SIZES]
 
 
 class Case(NamedTuple):
@@ -41,41 +39,19 @@ CASES = {
 }
 
 
-def in_torch(case: str, dtype: torch.dtype = torch.bfloat16) -> Callable[..., tuple[Tensor, ...]]:
-    """As people write it; compiled by the provider of that name."""
-    rms, gated, _ = CASES[case]
+def task(case: str, B: int, T: int, N: int) -> Task:
+    rms, gated, dtype = CASES[case]
+    stream, elements = DTYPES[dtype], B * T * N
+    s = stream.itemsize if gated else 0
 
-    def function(x: Tensor, scale: Tensor, shift: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    def ours(x: Tensor, scale: Tensor, shift: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return modulated_norm_fn(x, scale, shift, *more, eps=EPS, is_rms_norm=rms, prenorm=gated)
+
+    def plain(x: Tensor, scale: Tensor, shift: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
         r = more[0] + more[1] * x if gated else x
         y = F.rms_norm(r, r.shape[-1:], None, EPS) if rms else F.layer_norm(r, r.shape[-1:], None, None, EPS)
-        y = (y * (1 + scale) + shift).to(dtype)
-        return (y, r) if gated else (y,)
-
-    return function
-
-
-def ours(case: str) -> Callable[..., tuple[Tensor, ...]]:
-    rms, gated, _ = CASES[case]
-
-    def function(x: Tensor, scale: Tensor, shift: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        return as_tuple(modulated_norm_fn(x, scale, shift, *more, eps=EPS, is_rms_norm=rms, prenorm=gated))
-
-    return function
-
-
-PROVIDERS = {"ours": ours, "torch": in_torch, "compile": lambda case: compiled(in_torch(case))}
-
-
-def minimum_bytes(case: str, elements: int) -> dict[str, int]:
-    _, gated, stream = CASES[case]
-    s = DTYPES[stream].itemsize
-    if not gated:
-        return {FORWARD: elements * 4, BACKWARD: elements * 6}
-    return {FORWARD: elements * (2 + s + 2 + s), BACKWARD: elements * (2 + s + s + 2 + s + 2)}
-
-
-def task(case: str, B: int, T: int, N: int) -> bandwidth.Task:
-    gated, stream = CASES[case].gated, DTYPES[CASES[case].stream]
+        y = (y * (1 + scale) + shift).to(x.dtype)
+        return (y, r) if gated else y
 
     def draw(normal: Callable[..., Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """x [B, T, N], scale, shift [B, 1, N], and with a gate residual [B, T, N], gate [B, 1, N]. Scale, shift and gate are
@@ -87,23 +63,17 @@ def task(case: str, B: int, T: int, N: int) -> bandwidth.Task:
             upstream += [normal(B, T, N, dtype=stream)]
         return args, upstream
 
-    return bandwidth.Task(
+    return Task(
         {"case": case, "M": B * T, "tokens": T, "N": N},
-        bytes=minimum_bytes(case, B * T * N),
-        make=lambda provider: PROVIDERS[provider](case),
+        bytes={FORWARD: elements * (4 + 2 * s), BACKWARD: elements * (6 + 3 * s)},
+        make=by_provider(ours, plain),
         inputs=partial(drawn, draw),
-        reference=lambda _, *args: in_torch(case, torch.float64)(*args),
+        reference=lambda _, *args: plain(*args),
         checked=2,  # samples
     )
 
 
-def tasks(options: Namespace) -> list[bandwidth.Task]:
-    shapes = SHAPES if options.device.type == "cuda" else [(command.CPU_ROWS // 4, 160)]
-    cases = [(case, T, N) for case in options.case or CASES for T, N in shapes]
-    return [task(case, command.rows_on(options.device, ELEMENTS // N) // T, T, N) for case, T, N in cases]
-
-
-options_of, main = bandwidth.program("modulated", __doc__, CASES, PROVIDERS, tasks)
+options_of, main = program("modulated", __doc__, dict.fromkeys(CASES, SHAPES), task, on_cpu=(4, 16, 160))
 
 if __name__ == "__main__":
     main()

@@ -1,17 +1,14 @@
-"""Tables of records with shares of copy bandwidth, and the picture of the norms."""
+"""Tables of records with shares of copy bandwidth, and of adopted models."""
 
 from collections.abc import Sequence
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import BOTH, CASES, DIRECTIONS, MODEL_WIDTHS, SITES
 from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS
 from measure.comparison import TORCH
-from measure.plots import ARMS, GREY, bare, finish, legend_below, pyplot
 from measure.statistics import Interval
-from measure.tables import NOTHING, aligned, compact_markdown, interval_text, machine
+from measure.tables import NOTHING, aligned, compact_markdown, interval_text
 
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
     "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy",
@@ -122,43 +119,3 @@ def adoption(file: File) -> str:
     other = "Liger, DiT by hand" if any(record["arm"] == "by hand" for record in file["records"]) else "Liger"
     header = ["a step, ms", "plain", "adopted", f"with {other}", "adopted over plain (95 %)", f"adopted over {other}"]
     return compact_markdown([*header, "GiB plain", "adopted", other], rows)
-
-
-# ---- the picture ------------------------------------------------------------------------------------------------------------
-
-
-DRAWN = ("add_ln", "add_rms")  # cases
-LINES = {  # the arm of an ablation that a provider is, and its name
-    "ours": ("fused", "fused (ours)"),
-    "compile": ("compiled", "torch.compile"),
-    "flash-attn": ("flash_attn", "flash-attn"),
-    "liger-kernel": ("liger", "Liger"),
-    "quack-kernels": ("quack", "quack"),
-}
-
-
-def plot(file: File, path: Path) -> None:
-    """Add + norm: a panel for each norm and direction, a point for each width of a model and library, % of copy bandwidth with
-    the 10th to 90th percentile of the rounds."""
-    known = [r for r in of_pages(file) if r["case"] in DRAWN and r["direction"] in DIRECTIONS and r["us"] is not None]
-    widths = sorted({r["N"] for r in known})
-    figure, grid = pyplot.subplots(len(DRAWN), 2, figsize=(8.4, 5.6), sharex=True, sharey=True, squeeze=False)
-    entries = dict[str, Any]()
-    for (case, direction), axes in zip(product(DRAWN, DIRECTIONS), grid.flat, strict=True):
-        for name, (arm, title) in LINES.items():
-            of = [r for r in known if (r["provider"], r["case"], r["direction"]) == (name, case, direction)]
-            if points := sorted((widths.index(r["N"]), 100 * r["share"], r) for r in of):
-                x, share, records = zip(*points, strict=True)
-                ends = [[100 * r["share"] * abs(1 - r["us"] / r[end]) for r in records] for end in ("p90", "p10")]
-                style = {"linewidth": 1.5, "markersize": 5} | ARMS[arm]
-                entries[title] = axes.errorbar(x, share, yerr=ends, label=title, elinewidth=1.0, **style)
-        axes.axhline(100, color=GREY, linewidth=1.0)
-        axes.set_ylim(0, 110)
-        axes.set_title(f"{LABELS[case]} {direction}", fontsize=9, loc="left")
-        ticks = [size_label((n,)).replace(", ", "\n").replace(" ", "\n", 1) for n in widths]
-        axes.set_xticks(range(len(widths)), ticks, fontsize=6)
-        bare(axes, "y")
-    figure.supylabel("% of copy bandwidth", fontsize=9)
-    legend_below(figure, entries)
-    title = "Add + norm: x bf16, stream and weights fp32, 32768 rows"
-    finish(figure, title, machine(file["environment"]), path)

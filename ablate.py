@@ -32,13 +32,14 @@ import torch
 
 import configs
 import ops
-from ablation import kept, nanogpt, parity, processes, records, report, timing, tracking
+from ablation import kept, nanogpt, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
 from ablation.config import NANOGPT, REFUSED, Config, Switch
 from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes, turns
 from ablation.kept import Kept
 from ablation.masks import check_masks
-from ablation.records import Ablation, Cell, Parity, SeedRun
+from ablation.parity import judge, run_seed
+from ablation.records import Ablation, Cell, Parity
 from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
 from configs import as_config_errors, keys, machine, rules
 from configs.schema import NormImpl, Placement
@@ -190,11 +191,14 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
 
 
 def parity_of(work: Work, cycles: Kept, done: Callable[[int], object]) -> list[Parity]:
-    def keep(run: SeedRun) -> None:
-        cycles.keep_seed(work.variant, run)
+    """The verdict on each tested arm, by the protocol at the head of ablation/parity.py, in the run's precision."""
+    variant, cfg = work.variant, work.variant.cfg
+    runs = cycles.seeds_of(variant)
+    for number in range(len(runs), cfg.ablate.parity_seeds):
+        runs.append(run_seed(cfg, cfg.seed + number, work.precision, work.corpus, variant.tested))
+        cycles.keep_seed(variant, runs[-1])
         done(1)
-
-    return parity.parity(work.variant, work.precision, work.corpus, cycles.seeds_of(work.variant), keep)
+    return [judge(runs, arm, work.precision, variant.overrides) for arm in variant.tested]
 
 
 def long_step(variant: Variant, cells: Sequence[Cell]) -> float:

@@ -42,7 +42,7 @@ Dropout on attention weights is off in all arms. It draws from torch's generator
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -54,37 +54,11 @@ from ablation.config import Config, Switch
 from ablation.parity_arms import ORDER_NAMES, parity_arms, row_sites, unclipped_gradients
 from ablation.records import Parity, SeedRun
 from ablation.rounding import LEVEL, REFERENCE, Distances, Sums, row_scales, sign_test, size_test
-from ablation.variants import Variant
 from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
 from training.precision import MixedPrecision
 
 Quantities = Mapping[str, Mapping[str, Iterable[Tensor]]]  # by name: by arm, the tensors that are compared as one
-
-
-def parity(
-    variant: Variant,
-    precision: MixedPrecision,
-    corpus: Corpus,
-    kept: Sequence[SeedRun] = (),
-    keep: Callable[[SeedRun], None] = lambda run: None,
-) -> list[Parity]:
-    """Runs the protocol at the head of this file, in the run's precision. There is a verdict on each of the variant's tested
-    arms.
-
-    Args:
-        kept: the first seeds, from an earlier process.
-        keep: called with each seed after it.
-
-    Raises:
-        ValueError: the model's options do not fit together or the corpus is too short.
-    """
-    cfg, tested = variant.cfg, variant.tested
-    runs = list(kept)
-    for number in range(len(runs), cfg.ablate.parity_seeds):
-        runs.append(run_seed(cfg, cfg.seed + number, precision, corpus, tested))
-        keep(runs[-1])
-    return [judge(runs, arm, precision, variant.overrides) for arm in tested]
 
 
 def run_seed(cfg: Config, seed: int, precision: MixedPrecision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:

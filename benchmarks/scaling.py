@@ -6,7 +6,7 @@ python -m benchmarks.scaling model=gpt2_xl --parallel fsdp --warm-up 4 --steps 4
 python -m benchmarks.scaling --device cpu                          to try it: the default run's model, ranks that talk over gloo
 
 A turn is a run of torchrun: as many processes as a cell has ranks train a fresh model for some uncounted and some counted
-steps, and end (scaling_rank.py). A round gives every cell two turns, in some order and then in its reverse. The step is
+steps, and end. A round gives every cell two turns, in some order and then in its reverse. The step is
 train.py's. A single rank is wrapped too, so that only the number of ranks differs.
 
 Efficiency is tokens/s of a GPU with N ranks over that with one rank: the geometric mean over rounds of the ratio within a
@@ -27,19 +27,27 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import configs
 from benchmarks import command
 from benchmarks.command import Record
 from configs import machine, rules
+from data import Batches
+from measure.clock import StepClock
 from measure.comparison import cycle_times
 from measure.progress import progress, show_current
-from measure.schedule import block_orders
-from measure.sources import ROOT
+from measure.schedule import block_orders, no_garbage_collection
+from measure.sources import ROOT, code
 from measure.statistics import geometric_mean, spread
 from measure.tables import NOTHING, compact_markdown
+from training.build import build
+from training.command import use_one_thread
+from training.distributed import World, join
+from training.inputs import Inputs
 from training.precision import MixedPrecision
+from training.step import TrainingStep
 
 PARALLEL = ("ddp", "fsdp")
 KEYS = {  # on a GPU GPT-2. With 4 sequences a step of GPT-2 XL waited for the host.
@@ -100,7 +108,7 @@ def turn(ranks: int, warm_up: int, keys: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        words = [*torchrun, "-m", "benchmarks.scaling_rank", str(answer), str(warm_up), *keys]
+        words = [*torchrun, "-m", "benchmarks.scaling", str(answer), str(warm_up), *keys]
         subprocess.run(words, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
         return json.loads(answer.read_text())
 
@@ -123,6 +131,56 @@ def main(argv: Sequence[str] | None = None) -> None:
                 record_of(facts, turns[name], turns.get(f"{facts['parallel']} 1")) for name, (facts, _) in cells.items()
             )
     print(markdown({"records": results.finish()}))
+
+
+# ---- a rank of a turn, which torchrun starts ---------------------------------------------------------------------------------
+
+
+def step_times(cfg: configs.Config, warm_up: int, world: World) -> dict[str, Any]:
+    """Milliseconds of each step after the first `warm_up`, the peak GiB of any rank (None except on CUDA), and its code.
+
+    A step is train.py's, without a CUDA graph. The times are this rank's: ranks wait for one
+    another in every step, so they are the slowest's.
+    """
+    precision = MixedPrecision.of(cfg.train.precision, machine.inspect(cfg.device))
+    assert cfg.model.vocab_size is not None
+    model, state, forward = build(cfg, precision, cfg.model.vocab_size, world, draw_on=precision.device)
+    batches = Batches(
+        _tokens(cfg.model.vocab_size, cfg.model.context, cfg.train.batch_size // world.size, cfg.seed),
+        context=cfg.model.context,
+        batch_size=cfg.train.batch_size,
+        seed=cfg.seed,
+        rank=world.rank,
+        ranks=world.size,
+    )
+    clock = StepClock(precision.device, warmup=warm_up)
+    inputs = Inputs(batches, cfg, model.dropout_sites, precision.device)
+    training_step = TrainingStep(forward, state, inputs, cfg, precision, world)
+    with no_garbage_collection():
+        times = [round(ms, 4) for ms in clock.times(training_step, range(cfg.train.steps))]
+    peak = None if clock.peak_gb is None else world.max(round(clock.peak_gb * 2**30)) / 2**30
+    return {"steps_ms": times, "peak_gb": peak, "code": code()}
+
+
+def _tokens(vocab_size: int, context: int, batch_size: int, seed: int) -> np.ndarray:
+    """Random tokens, the frequent ones as frequent as words are (Mandelbrot's law): the gradient of the embedding takes longer
+    where rows repeat. They are the same for any number of ranks."""
+    weights = 1 / (np.arange(vocab_size) + 2.7)
+    count = 64 * batch_size * context + 1  # then they come again in another order
+    return np.random.default_rng(seed).choice(vocab_size, size=count, p=weights / weights.sum())
+
+
+def rank(answer: str, warm_up: str, *keys: str) -> None:
+    """One rank of a turn. answer: where the first writes what it found."""
+    world = join()
+    use_one_thread()
+    found = step_times(configs.compose_only(keys, configs.Config), int(warm_up), world)
+    if world.leads:
+        Path(answer).write_text(json.dumps(found))
+    world.leave(0)
+
+
+# ---- records -----------------------------------------------------------------------------------------------------------------
 
 
 def record_of(facts: Record, turns: Sequence[dict[str, Any]], of_one: Sequence[dict[str, Any]] | None) -> Record:
@@ -164,4 +222,4 @@ def markdown(file: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    rank(*sys.argv[1:]) if torch.distributed.is_torchelastic_launched() else main()

@@ -202,7 +202,7 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
 
 
 def test_seeds_of_parity_are_kept_and_not_made_again(tiny, here, measured, monkeypatch, ablations):
-    made, run_seed = [], ablate.parity.run_seed
+    made, run_seed = [], ablate.run_seed
 
     def stopping(cfg, seed, *rest):
         made.append(seed)
@@ -212,7 +212,7 @@ def test_seeds_of_parity_are_kept_and_not_made_again(tiny, here, measured, monke
         run.losses[TORCH][1] = math.inf
         return run
 
-    monkeypatch.setattr(ablate.parity, "run_seed", stopping)
+    monkeypatch.setattr(ablate, "run_seed", stopping)
     assert ablate.main(tiny) == 130
     assert ablate.main([*tiny, f"folder={here()}", "resume=auto"]) == 1
     (found,) = ablations[-1].parity

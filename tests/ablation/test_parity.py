@@ -12,7 +12,7 @@ import model.mlp
 import model.norm
 import model.sites
 from ablation.config import Config
-from ablation.parity import judge, parity, run_seed
+from ablation.parity import judge, run_seed
 from ablation.parity_arms import ORDER_NAMES
 from ablation.rounding import BIAS, MARGIN, REFERENCE, Distances, sign_test, size_test
 from ablation.variants import Variant
@@ -43,8 +43,15 @@ def tiny(tiny):
 def found(loaded, dtype, device="cpu"):
     cfg, corpus = loaded
     settled = replace(PRECISION[dtype], device=torch.device(device))
-    (result,) = parity(Variant(cfg, {}, {}), settled, corpus)
+    (result,) = parity(cfg, settled, corpus)
     return result
+
+
+def parity(cfg, settled, corpus):
+    """The verdict on each tested arm."""
+    arms = Variant(cfg, {}, {}).tested
+    runs = [run_seed(cfg, cfg.seed + number, settled, corpus, arms) for number in range(cfg.ablate.parity_seeds)]
+    return [judge(runs, arm, settled, {}) for arm in arms]
 
 
 def test_the_fused_norms_pass_over_eight_seeds_and_over_any_four_of_them(tiny):
@@ -160,6 +167,6 @@ def test_several_arms_are_tested_in_one_run_each_by_itself(tiny, monkeypatch):
         model.norm, "compiled_alone", lambda site: lambda inputs, affine, how: site(inputs, affine, how._replace(eps=1e-3))
     )
     cfg, corpus = tiny("ablate.arms=[torch,compiled,fused]")
-    wrong, right = parity(Variant(cfg, {}, {}), PRECISION[FP32], corpus)
+    wrong, right = parity(cfg, PRECISION[FP32], corpus)
     assert (wrong.arm, right.arm) == ("compiled", FUSED)
     assert right.holds and not wrong.holds

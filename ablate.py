@@ -32,15 +32,14 @@ import torch
 
 import configs
 import ops
-from ablation import kept, nanogpt, processes, records, report, timing, tracking
+from ablation import nanogpt, processes, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_same
 from ablation.config import NANOGPT, REFUSED, Config, Switch
 from ablation.gpu_time import attribute, loss_bytes, marked_sites, norm_bytes, turns
-from ablation.kept import Kept
 from ablation.masks import check_masks
 from ablation.parity import judge, run_seed
-from ablation.records import Ablation, Cell, Parity
-from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, variants_of
+from ablation.records import Ablation, Cell, Kept, Parity
+from ablation.variants import EAGER, GRAPH, IS_COMPILED, IS_GRAPH, PARITY, Variant, facts_of, variants_of
 from configs import as_config_errors, keys, machine, rules
 from configs.schema import NormImpl, Placement
 from data import Batches, Corpus, load_corpus
@@ -77,7 +76,7 @@ def task(arguments: list[str]) -> int:
     with place(cfg, LESS_MEMORY) as folder:
         device = torch.device(machine.inspect(cfg.device).device)
         with as_config_errors():
-            cycles = Kept(folder / kept.FILE, kept.facts_of(variants, environment(device)))
+            cycles = Kept(folder / "cycles.jsonl", facts_of(variants, environment(device)))
         if cycles.exit_code is not None and (folder / "report.json").is_file():
             show(f"{relative(folder)} has finished: {relative(folder)}/report.md")
             return cycles.exit_code
@@ -193,10 +192,10 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
 def parity_of(work: Work, cycles: Kept, done: Callable[[int], object]) -> list[Parity]:
     """The verdict on each tested arm, by the protocol at the head of ablation/parity.py, in the run's precision."""
     variant, cfg = work.variant, work.variant.cfg
-    runs = cycles.seeds_of(variant)
+    runs = cycles.seeds_of(variant.overrides)
     for number in range(len(runs), cfg.ablate.parity_seeds):
         runs.append(run_seed(cfg, cfg.seed + number, work.precision, work.corpus, variant.tested))
-        cycles.keep_seed(variant, runs[-1])
+        cycles.keep_seed(variant.overrides, runs[-1])
         done(1)
     return [judge(runs, arm, work.precision, variant.overrides) for arm in variant.tested]
 
@@ -219,11 +218,11 @@ def time_cell(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]
     check_same([arm for arm in arms.values() if not arm.other])
 
     def keep(blocks_ms: Cycle) -> None:
-        cycles.keep(variant, mode, blocks_ms)
+        cycles.keep(variant.overrides, mode, blocks_ms)
         done(1)
 
     may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
-    times, failed = timing.time_arms(arms, may_fail, lambda names: cycles.of(variant, mode, names), keep)
+    times, failed = timing.time_arms(arms, may_fail, lambda names: cycles.of(variant.overrides, mode, names), keep)
     arms = {name: arms[name] for name in times}
     left_out = {**variant.refused, **failed}
     if mode in IS_GRAPH and NANOGPT in cfg.ablate.arms:

@@ -130,7 +130,7 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
     tests = sizes + [sign_test(name, of, level) for name, of in found.items() if name != "parameters"]
 
     sick = [name for name in (REFERENCE, TORCH, arm, *ORDER_NAMES) if not np.isfinite([run.losses[name] for run in runs]).all()]
-    failures = sorted((test for test in tests if not test.quantity.holds), key=lambda test: -test.excess)
+    failures = sorted((test for test in tests if not test.holds), key=lambda test: -test.excess)
 
     steps = len(runs[0].losses[TORCH])
     setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {steps} steps in {precision}"
@@ -139,7 +139,7 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
     elif failures:
         verdict = f"Parity fails: {failures[0].failure}, {setting}; {len(failures)} of {len(tests)} tests fail."
     else:
-        worst = max((test.quantity for test in sizes), key=lambda q: q.tested.median)
+        worst = max(sizes, key=lambda size: size.tested.median)
         verdict = (
             f"Parity holds: {setting}, no quantity of {arm} is farther from {exact} than rounding explains (the "
             f"farthest: {worst.name}, {worst.tested.median:.2f} ×; {worst.beside})."
@@ -152,7 +152,7 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
         precision=str(precision),
         seeds=[run.seed for run in runs],
         steps=steps,
-        quantities=[test.quantity for test in tests],
+        quantities=tests,
         holds=not sick and not failures,
         verdict=verdict,
         distances=found,

@@ -39,7 +39,7 @@ def lead(cells: Mapping[str, Recorded], path: Path, footer: str, title: str = "S
         if same := controls(cell):
             band(gains, min(of.low for of in same), max(of.high for of in same), min(at.values()), max(at.values()))
         for name, steps in steps_of(cell).items():
-            colour = ARMS.get(name, {"color": GREY})["color"]
+            colour = ARMS.get(name, GREY)
             whiskers = [[steps.median - steps.p10], [steps.p90 - steps.median]]
             bars.barh(at[name], steps.median, 0.82, color=colour, xerr=whiskers, ecolor=EDGE, error_kw={"linewidth": 0.8})
             words = f"{steps.median:.1f} ms" if steps.median >= 10 else f"{steps.median:.2f} ms"
@@ -95,7 +95,7 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
             y = heights[len(KINDS) * number + KINDS.index(f"{kind}s" if layer else quantity)]
             ratio = np.exp(np.mean([np.log(of.tested / max(of.reordered, 1.0)) for of in distances])).clip(*DRAWN)
             ratios.append(ratio)
-            style = {"color": ARMS.get(one.arm, {"color": GREY})["color"], "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
+            style = {"color": ARMS.get(one.arm, GREY), "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
             axes.plot([ratio], [y + scatter.uniform(-0.2, 0.2)], "o", **style)
     axes.set_xscale("log")
     axes.set_xlim(0.9 * min(ratios), 1.1 * max(ratios))

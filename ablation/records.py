@@ -1,6 +1,7 @@
-"""What an ablation finds, as plain data, and on disk: report.json and kernels.jsonl beside the cycles that `Kept` keeps."""
+"""What an ablation finds, as plain data, and on disk: report.json, kernels.jsonl and cycles.jsonl."""
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -11,7 +12,9 @@ from ablation.rounding import Distances, Quantity
 from measure.attribution import Kernel, Share
 from measure.comparison import TWIN, Comparison, Pairs, conclusion, cycle_times, is_twin
 from measure.files import json_text, replace_text
+from measure.schedule import Cycle
 from measure.statistics import Interval, Spread, spread
+from measure.store import Store
 from measure.tables import label
 
 
@@ -143,6 +146,55 @@ def save(ablation: Ablation, folder: Path) -> None:
     report = asdict(ablation) | {"cells": [recorded(cell) for cell in ablation.cells]}
     replace_text(folder / "kernels.jsonl", "".join(kernels))
     replace_text(folder / "report.json", json_text(report, indent=2, ensure_ascii=False) + "\n")
+
+
+# ---- cycles.jsonl ------------------------------------------------------------------------------------------------------------
+
+
+class Kept(Store):
+    """The cycles of an ablation and its seeds of parity, a line each, as they end; behind the last one of an ablation that has
+    finished its exit code stands.
+
+    A process that goes on builds and warms up its arms again, and runs the last cycle that was kept once more without counting
+    it. Pairs are of one cycle and so of one process; cells have cycles of several.
+    """
+
+    def keep(self, overrides: dict[str, str], mode: str, blocks_ms: Cycle) -> None:
+        self.add({"overrides": overrides, "mode": mode, "blocks_ms": blocks_ms})
+
+    def of(self, overrides: dict[str, str], mode: str, arms: Collection[str]) -> list[Cycle]:
+        """The blocks of each cycle of a cell with these arms; an arm that failed since has left none."""
+        of_cell = (c["blocks_ms"] for c in self._cycles if (c["overrides"], c["mode"]) == (overrides, mode))
+        return [blocks_ms for blocks_ms in of_cell if blocks_ms.keys() == set(arms)]
+
+    def keep_seed(self, overrides: dict[str, str], run: SeedRun) -> None:
+        self.add({"overrides": overrides, "parity": asdict(run)})
+
+    def seeds_of(self, overrides: dict[str, str]) -> list[SeedRun]:
+        """The seeds of parity of a variant, in order. A loss that was no finite number is NaN."""
+        found = [line["parity"] for line in self.lines if "parity" in line and line["overrides"] == overrides]
+        return [
+            SeedRun(
+                run["seed"],
+                {arm: [math.nan if loss is None else loss for loss in of] for arm, of in run["losses"].items()},
+                {arm: {name: Distances(**one) for name, one in of.items()} for arm, of in run["distances"].items()},
+            )
+            for run in found
+        ]
+
+    def __str__(self) -> str:
+        """3 of eager; nothing where there is no cycle"""
+        cells = [label(cycle["overrides"], cycle["mode"]) for cycle in self._cycles]
+        return ", ".join(f"{cells.count(cell)} of {cell}" for cell in dict.fromkeys(cells))
+
+    @property
+    def _cycles(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "mode" in line]
+
+    @property
+    def exit_code(self) -> int | None:
+        """None: it has not finished."""
+        return self.lines[-1].get("exit_code") if self.lines else None
 
 
 # ---- a cell of report.json ---------------------------------------------------------------------------------------------------

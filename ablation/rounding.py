@@ -7,7 +7,7 @@ use it for other people's models.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -30,12 +30,14 @@ LARGEST = 1e9  # ratios stop here, so that JSON can hold what was divided by not
 
 @dataclass(frozen=True)
 class Quantity:
-    """One thing that parity compares between the arms."""
+    """One thing that parity compares between the arms, and the verdict of one test of it."""
 
     name: str  # loss, gradient norm, gradient of a layer, parameters
     tested: Interval  # the tested arm's error ratio: its distance from fp32 over the expected one; geometric mean over seeds
     reordered: Interval  # the same of PyTorch's norms with other orders of summation: what a legitimate change looks like
     holds: bool
+    excess: float = 0.0  # how far beyond what is allowed; orders failures by how bad they are
+    failure: str = ""  # in words, if it does not hold
 
     @property
     def beside(self) -> str:
@@ -50,13 +52,6 @@ class Distances:
     reordered: float  # R_d, root of the mean square over orders
     tested_shift: float  # S_c
     reordered_shift: float  # S_d, root of the mean square over orders
-
-
-@dataclass(frozen=True)
-class Result:
-    quantity: Quantity
-    excess: float  # how far beyond what is allowed; orders failures by how bad they are
-    failure: str  # in words
 
 
 class Sums:
@@ -134,19 +129,20 @@ def row_scales(
         yield scales
 
 
-def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
+def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Quantity:
     """Whether the tested arm is farther from the reference, in `exact`, than rounding and other orders of sums explain."""
     tested, reordered = np.log([(one.tested, one.reordered) for one in seeds]).T
     excess = tested - np.maximum(reordered, 0.0)
     fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
     if len(seeds) > FEW:
         fails = fails or _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
-    quantity = Quantity(name, _interval(tested, math.exp), _interval(reordered, math.exp), not bool(fails))
-    failure = f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({quantity.beside})"
-    return Result(quantity, float(excess.mean()), failure)
+    intervals = _interval(tested, math.exp), _interval(reordered, math.exp)
+    found = Quantity(name, *intervals, not bool(fails), float(excess.mean()))
+    said = f"{name} is {found.tested.median:.3g} × as far from {exact} as rounding explains ({found.beside})"
+    return replace(found, failure=said if fails else "")
 
 
-def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds") -> Result:
+def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds") -> Quantity:
     """Whether the tested arm is off in one direction over the seeds."""
     tested, reordered = np.array([(one.tested_shift, one.reordered_shift) for one in seeds]).T
     towards = tested * np.sign(tested.mean())
@@ -154,11 +150,11 @@ def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "
     if len(seeds) > FEW:
         deviation = max(towards.std(ddof=1), float(np.sqrt((reordered**2).mean())))
         fails = fails or _p_above(towards, BIAS, deviation) < level / 2
-    quantity = Quantity(f"{name}, shift", _interval(tested), _interval(reordered), not bool(fails))
-    shift = f"{quantity.tested.median:+.2g} × what rounding explains ({quantity.beside})"
     # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
     excess = math.log(max(abs(float(tested.mean())), 1e-9)) - 100
-    return Result(quantity, excess, f"{name} is shifted in one direction over the {over}, by {shift}")
+    found = Quantity(f"{name}, shift", _interval(tested), _interval(reordered), not bool(fails), excess)
+    shift = f"{found.tested.median:+.2g} × what rounding explains ({found.beside})"
+    return replace(found, failure=f"{name} is shifted in one direction over the {over}, by {shift}" if fails else "")
 
 
 def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:

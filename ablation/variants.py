@@ -2,16 +2,18 @@
 can be refused without data or a model."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import configs
 from ablation.arms import switched
 from ablation.config import NANOGPT, Config, check
-from configs import ConfigError, machine, rules
+from configs import ConfigError, keys, machine, rules
 from configs.schema import DropoutMasks, NormImpl, WandbMode
 from measure.comparison import FUSED, TORCH, TWIN, is_twin
-from measure.tables import label
+from measure.store import comparable
+from measure.tables import flat, label
 from training.tracking import agent_job, with_defaults
 
 EAGER, COMPILED, GRAPH, COMPILED_GRAPH, PARITY = "eager", "compiled", "graph", "compiled graph", "parity"  # the parts
@@ -113,3 +115,13 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
             if variant.subject == TORCH or all(arm in other.refused for other in found):
                 raise ConfigError(f"ablate.arms: {arm} can't take part in {label(variant.overrides)}. {why}")
     return found
+
+
+def facts_of(variants: Sequence[Variant], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for cycles to belong together: what affects a step or the plan of the ablation, and the machine."""
+    free = keys.affecting("nothing")
+    found: dict[str, Any] = {}
+    for variant in variants:
+        of = f" ({label(variant.overrides)})" if len(variants) > 1 else ""
+        found |= {f"{key}{of}": value for key, value in flat(configs.to_dict(variant.cfg)).items() if key not in free}
+    return found | comparable(environment)

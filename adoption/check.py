@@ -193,11 +193,9 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
         distances = [sums[name].distances() for sums in batches]
         # A lucky reordered run counts as an average one: a single number is often nearer to the reference than expected.
         distances = [replace(one, reordered=max(one.reordered, 1.0)) for one in distances]
-        results = [size_test(name, distances, level, exact), sign_test(name, distances, level, over="batches")]
-        failed = [result.failure for result in results if not result.quantity.holds]
-        size = results[0].quantity
+        size, sign = size_test(name, distances, level, exact), sign_test(name, distances, level, over="batches")
         error = max(sums[name].errors()[1] for sums in batches)
-        rows.append(Row(name, error, size.tested.median, size.reordered.median, failed[0] if failed else ""))
+        rows.append(Row(name, error, size.tested.median, size.reordered.median, size.failure or sign.failure))
     rows.sort(key=lambda row: (not row.failure, -row.ratio / row.reordered))
     failures = [row for row in rows if row.failure]
     few = f", {len(batches)} batches" if len(batches) > 1 else ""

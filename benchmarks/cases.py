@@ -75,11 +75,7 @@ class Case:
         return self.branch == Norm.none and self.norm in (Norm.layernorm, Norm.rmsnorm)
 
 
-def _by_name(*cases: Case) -> dict[str, Case]:
-    return {case.name: case for case in cases}
-
-
-CASES = _by_name(
+_NORMS = (
     Case("ln", "LN", Norm.layernorm, add=False),
     Case("rms", "RMS", Norm.rmsnorm, add=False),
     Case("add_ln", "add+LN", Norm.layernorm),
@@ -87,7 +83,7 @@ CASES = _by_name(
     Case("dropout_add_ln", "dropout+add+LN", Norm.layernorm, dropout=True),
     Case("dropout_add_rms", "dropout+add+RMS", Norm.rmsnorm, dropout=True),
 )
-SITES = _by_name(
+_SITES = (
     Case("norm_add_norm", "norm+add+norm", Norm.rmsnorm, branch=Norm.rmsnorm),
     Case("norm_add", "norm+add", Norm.none, branch=Norm.rmsnorm),
     Case("dropout_norm_add", "norm+dropout+add", Norm.none, dropout=True, branch=Norm.rmsnorm),
@@ -95,6 +91,7 @@ SITES = _by_name(
     Case("add_dyt", "add+DyT", Norm.dyt),
     Case("add_derf", "add+Derf", Norm.derf),
 )
+CASES, SITES = ({case.name: case for case in of} for of in (_NORMS, _SITES))
 
 
 @dataclass(frozen=True)
@@ -104,12 +101,8 @@ class Shape:
     case: Case
     residual: str | None  # dtype of the residual stream; None where the case has none
     weights: str  # their dtype
-    asked_rows: int
+    rows: int
     width: int
-
-    @property
-    def rows(self) -> int:
-        return max(1, min(self.asked_rows, MOST_ELEMENTS // self.width))
 
     @property
     def y_is_r(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import bandwidth, command, providers
 from benchmarks.bandwidth import Task, WrongResult
-from benchmarks.cases import CASES, DIRECTIONS, DROPOUT_P, MODEL_WIDTHS, Shape, make_inputs, minimum_bytes
+from benchmarks.cases import CASES, DIRECTIONS, DROPOUT_P, MODEL_WIDTHS, MOST_ELEMENTS, Shape, make_inputs, minimum_bytes
 from benchmarks.providers import PROVIDERS
 from model.sites import torch_site
 
@@ -43,7 +43,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
     rows = command.rows_on(options.device, ROWS)
     cases = [CASES[name] for name in options.case or CASES]
     return [
-        Shape(case, residual, "fp32", rows, width)
+        Shape(case, residual, "fp32", min(rows, MOST_ELEMENTS // width), width)
         for width in options.width
         for case in cases
         if case.add or not options.models
@@ -54,7 +54,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
 def task(shape: Shape) -> Task:
     facts = {"case": shape.case.name, "residual_dtype": shape.residual, "weight_dtype": shape.weights}
     return Task(
-        facts | {"M": shape.rows, "N": shape.width, "asked_rows": shape.asked_rows},
+        facts | {"M": shape.rows, "N": shape.width},
         bytes={direction: minimum_bytes(shape, direction) for direction in DIRECTIONS},
         make=lambda provider: PROVIDERS[provider](shape),
         inputs=partial(make_inputs, shape),

@@ -157,7 +157,7 @@ def _compile(shape: Shape, name: str, device: torch.device) -> None:
     """Runs forward and backward once, so that both are compiled."""
     torch._dynamo.reset()
     if name != "compile":  # the remainder, because kernels are compiled apart for numbers that 16 divides
-        shape = replace(shape, asked_rows=min(shape.rows, WARM_ROWS + shape.rows % 16))
+        shape = replace(shape, rows=min(shape.rows, WARM_ROWS + shape.rows % 16))
     with suppress(Exception), side_stream(device):
         if (function := PROVIDERS[name](shape)) is not None:
             (inputs,) = make_inputs(shape, 1, device)

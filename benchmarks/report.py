@@ -17,7 +17,7 @@ LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
     "adaln": "adaLN", "adaln_zero": "adaLN-zero", "adaln_zero_fp32": "adaLN-zero, fp32 stream",
     "rms_adaln_zero": "RMS adaLN-zero",
 }  # fmt: skip
-UNTOLD = ("asked_rows", "bytes", "copy_gb_per_s", "p10", "p90", "gb_per_s", "sets")  # on a terminal
+UNTOLD = ("bytes", "copy_gb_per_s", "p10", "p90", "gb_per_s", "sets")  # on a terminal
 File = dict[str, Any]  # of results
 Size = tuple[int, ...]
 
@@ -59,16 +59,12 @@ def text(records: Sequence[Record]) -> str:
 # ---- for the pages ----------------------------------------------------------------------------------------------------------
 
 
-def of_pages(file: File) -> list[Record]:
-    """Its records; of those with a residual stream the ones that keep it in fp32."""
-    return [record for record in file["records"] if record.get("residual_dtype") in (None, "fp32")]
-
-
 def markdown(file: File) -> str:
-    """Ours and the best peer: a table for each direction, a row for each size, a column for each case."""
-    parts = []
+    """Ours and the best peer: a table for each direction, a row for each size, a column for each case. Of records with a
+    residual stream, those that keep it in fp32."""
+    parts, shown = [], [record for record in file["records"] if record.get("residual_dtype") in (None, "fp32")]
     for direction in (*DIRECTIONS, BOTH):
-        of = [record for record in of_pages(file) if record["direction"] == direction]
+        of = [record for record in shown if record["direction"] == direction]
         sizes = sorted({size_of(record) for record in of})
         if sizes:
             words = {BOTH: "forward and backward"}.get(direction, direction)

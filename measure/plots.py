@@ -33,22 +33,12 @@ _GLYPHS = font_manager.get_font(font_manager.findfont(font_manager.FontPropertie
 COLOURS = (INK, "#c2410c", "#2563eb", "#0f8a6d", "#b58900", "#7c3aed", "#8b8b8b", "#db2777")
 MARKERS = "os^DvPX*"
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)))
-# Implementations of a norm. Colours differ in lightness too; marker and dash tell lines apart where colour does not.
-ARMS: dict[str, dict[str, Any]] = {
-    "fused": {"color": INK, "marker": "o", "linestyle": "-", "linewidth": 2.6, "zorder": 5},
-    "torch": {"color": "#9ca3af", "marker": "s", "linestyle": "--"},
-    "compiled": {"color": "#3b82f6", "marker": "^", "linestyle": "-."},
-    "flash_attn": {"color": "#0f8a6d", "marker": "D", "linestyle": (0, (5, 1))},
-    "liger": {"color": "#b58900", "marker": "v", "linestyle": (0, (3, 1, 1, 1, 1, 1))},
-    "quack": {"color": "#7c3aed", "marker": "P", "linestyle": (0, (1, 1))},
-    "nanogpt": {"color": "#78716c", "marker": "*", "linestyle": (0, (2, 2))},
-}
-NAMES = {
-    "compiled": "compiled norm",
-    "flash_attn": "flash-attn",
-    "liger": "Liger",
-    "nanogpt": "nanoGPT's step",
-}
+# Implementations of a norm. Colours differ in lightness too.
+ARMS = {
+    "fused": INK, "torch": "#9ca3af", "compiled": "#3b82f6", "flash_attn": "#0f8a6d", "liger": "#b58900", "quack": "#7c3aed",
+    "nanogpt": "#78716c",
+}  # fmt: skip
+NAMES = {"compiled": "compiled norm", "flash_attn": "flash-attn", "liger": "Liger", "nanogpt": "nanoGPT's step"}
 # Kinds of work in a step: colour and hatch. Norms stand out, because only they differ between arms.
 GROUP_FILLS: dict[str, tuple[str, str]] = {
     "norm": ("#c2410c", ""),

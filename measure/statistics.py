@@ -42,12 +42,12 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> In
 
     Sample i of both comes from the same round, so whatever slows a whole round (clocks, neighbours) cancels.
     """
-    return _median(np.asarray(numerator, np.float64) / np.asarray(denominator, np.float64))
+    return _bootstrap((np.asarray(numerator, np.float64) / np.asarray(denominator, np.float64),), np.median)
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
     """Median over rounds of first − second, with its bootstrap 95 % interval."""
-    return _median(np.asarray(first, np.float64) - np.asarray(second, np.float64))
+    return _bootstrap((np.asarray(first, np.float64) - np.asarray(second, np.float64),), np.median)
 
 
 def ratio_of_means(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
@@ -72,10 +72,6 @@ def geometric_mean(ratios: Sequence[float]) -> Interval:
     """With the interval of `mean_interval` of the logarithms."""
     found = mean_interval(np.log(ratios))
     return Interval(*(float(np.exp(x)) for x in (found.median, found.low, found.high)))
-
-
-def _median(samples: np.ndarray) -> Interval:
-    return _bootstrap((samples,), np.median)
 
 
 def _bootstrap(samples: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> Interval:

@@ -71,10 +71,6 @@ class Engine:
             self.update(self.step)
             self.step += 1
 
-    def evaluate(self, most: int | None = None) -> float:
-        """The mean validation loss; of at most so many batches."""
-        return self.evaluation(most=most).loss
-
     def _record(self, number: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
         self.losses.index_copy_(0, number, loss[None])
         self.grad_norms.index_copy_(0, number, grad_norm[None])

@@ -171,7 +171,7 @@ def train(engine: Engine, name: str, stage: str, found: Found, end: int) -> Resu
     every = cfg.eval.every or total
     look = max(total // 4, 1)  # steps between probes
     # Before training all windows tell the same, and the whole validation set takes as long as a hundred steps of a small model.
-    result = Result(name, stage, cfg.optim.lr, cfg.seed, total, [[0, engine.evaluate(most=1)]])
+    result = Result(name, stage, cfg.optim.lr, cfg.seed, total, [[0, engine.evaluation(most=1).loss]])
     stops = sorted({*range(every, end, every), *range(look, end, look), end})
     for stop in stops:
         engine.advance(stop - engine.step)
@@ -179,7 +179,7 @@ def train(engine: Engine, name: str, stage: str, found: Found, end: int) -> Resu
         if stop % look == 0 or stop == total:
             result.probes.append({"step": stop, **probe(engine)})
         if stop % every == 0 or stop == end:
-            loss = engine.evaluate()
+            loss = engine.evaluation().loss
             result.evaluated.append([stop, loss if math.isfinite(loss) else None])
             finite = math.isfinite(loss) and bool(losses.isfinite().all())
             too_far = too_high(result, found.of(name), cfg.compare.diverged)

@@ -140,7 +140,7 @@ def test_a_correct_norm_fails_no_more_often_than_the_level(seeds=5, level=0.01):
     draw = np.random.default_rng(0)
     repeats = [made_up(draw, seeds, MARGIN, BIAS) for _ in range(2000)]  # at the very edge
     for judged in (lambda one: size_test("loss", one, level, "fp32"), lambda one: sign_test("loss", one, level)):
-        assert np.mean([not judged(one).quantity.holds for one in repeats]) < 1.8 * level
+        assert np.mean([not judged(one).holds for one in repeats]) < 1.8 * level
 
 
 def test_a_wrong_norm_fails_by_size_or_by_sign_and_ten_times_the_expected_error_at_any_number_of_seeds():
@@ -157,7 +157,7 @@ def test_a_wrong_norm_fails_by_size_or_by_sign_and_ten_times_the_expected_error_
     far.append(([Distances(e, 1.0, 0.0, 0.1) for e in errors], 1e-4))
     shifted.append(([Distances(1.0, 1.0, e, 3.0) for e in errors], 1e-4))
     for is_far, distances, level in [*((True, *one) for one in far), *((False, *one) for one in shifted)]:
-        holds = [size_test("loss", distances, level, "fp32").quantity.holds, sign_test("loss", distances, level).quantity.holds]
+        holds = [size_test("loss", distances, level, "fp32").holds, sign_test("loss", distances, level).holds]
         assert holds == [not is_far, is_far]
 
 

@@ -11,7 +11,7 @@ ENVIRONMENT = {
 def norm(case, n, provider, share, *, direction="forward", residual=None, weights="bf16", **more):
     return {
         "case": case, "direction": direction, "residual_dtype": residual, "weight_dtype": weights, "M": 32768, "N": n,
-        "asked_rows": 32768, "provider": provider, "bytes": 1, "copy_gb_per_s": 4250.0, "us": 10 / share, "p10": 9 / share,
+        "provider": provider, "bytes": 1, "copy_gb_per_s": 4250.0, "us": 10 / share, "p10": 9 / share,
         "p90": 11 / share, "gb_per_s": 4250 * share, "share": share,
         "times_ours_95": [0.96 / share, 0.98 / share], **more,
     }  # fmt: skip

@@ -17,7 +17,7 @@ def test_a_run_is_that_of_train_py(tiny, trained, tmp_path, more):
     engine = trained(arm.at(3e-3, 2), 10)
     assert engine.losses.tolist() == losses(metrics)
     assert engine.grad_norms.tolist() == losses(metrics, "train/grad_norm")
-    assert [engine.evaluate(), engine.evaluate()] == [summary.final.loss] * 2
+    assert [engine.evaluation().loss, engine.evaluation().loss] == [summary.final.loss] * 2
 
 
 @pytest.mark.gpu
@@ -29,8 +29,8 @@ def test_runs_of_one_graph_are_those_of_the_same_steps_without(tiny, trained, ki
         cfg.train.graph = graph
         engine = trained(cfg, 10, on=MixedPrecision(torch.device("cuda", 0), torch.bfloat16))
         assert engine.update.graph == (graph == "auto")
-        found.append([*engine.losses[:10].tolist(), engine.evaluate()])
+        found.append([*engine.losses[:10].tolist(), engine.evaluation().loss])
         engine.restart()
         engine.advance(10)
-        assert [*engine.losses[:10].tolist(), engine.evaluate()] == found[-1]
+        assert [*engine.losses[:10].tolist(), engine.evaluation().loss] == found[-1]
     assert found[0] == found[1] and found[0][9] < found[0][0]

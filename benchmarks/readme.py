@@ -146,27 +146,22 @@ def named(files: Files) -> dict[str, Recorded]:
 def origin(files: Files) -> list[str]:
     """Of a table: GPU, versions and revisions of its records; which were stopped before their end; what makes them
     old, and versions that are not those pinned."""
-    found: dict[str, dict[str, list[str]]] = {}
-    notes: dict[tuple[str, str], list[str]] = {}
+    where: dict[str, dict[str, list[str]]] = {}  # by GPU and versions: by revision, the records
+    notes: dict[str, dict[str, list[str]]] = {}
     for record, file in files.items():
-        where, _, revision = machine(file["environment"]).rpartition(", git ")
-        found.setdefault(where, {}).setdefault(revision, []).append(record)
-        for kind, words in (("Old", changes(file)), ("Versions", "; ".join(other_versions(file, pins(), "pinned")))):
+        gpu, _, revision = machine(file["environment"]).rpartition(", git ")
+        where.setdefault(gpu, {}).setdefault(revision, []).append(record)
+        said = {"Stopped before its end": file.get("unfinished"), "Old": changes(file)}
+        for kind, words in (said | {"Versions": "; ".join(other_versions(file, pins(), "pinned"))}).items():
             if words:
-                notes.setdefault((kind, words), []).append(record)
-    several = len(found) > 1 or len(*found.values()) > 1
-    named = [
-        f"{where}, git " + ", ".join(git + (f" ({', '.join(records)})" if several else "") for git, records in of.items())
-        for where, of in found.items()
-    ]
-    stopped = [f"{record} ({file['unfinished']})" for record, file in files.items() if file.get("unfinished")]
+                notes.setdefault(kind, {}).setdefault(words, []).append(record)
+
+    def told(words: str, records: list[str]) -> str:
+        return f"{words} ({', '.join(records)})" if len(records) < len(files) else words
+
     return [
-        "; ".join(named),
-        *([f"Stopped before its end: {', '.join(stopped)}."] if stopped else []),
-        *(
-            f"{kind} ({', '.join(records)}): {words}." if len(records) < len(files) else f"{kind}: {words}."
-            for (kind, words), records in notes.items()
-        ),
+        "; ".join(f"{gpu}, git {', '.join(told(*one) for one in of.items())}" for gpu, of in where.items()),
+        *(f"{told(kind, records)}: {words}." for kind, of in notes.items() for words, records in of.items()),
     ]
 
 

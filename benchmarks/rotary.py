@@ -39,8 +39,8 @@ def task(case: str, B: int, T: int, heads: int, kv_heads: int, D: int) -> Task:
     cos, sin = table
 
     def ours(qkv: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None) -> tuple[Tensor, ...]:
-        how = {"norm": "rmsnorm" if norm else None, "eps": EPS, "q_weight": q_weight, "k_weight": k_weight}
-        return rotary_qkv_fn(qkv, cos, sin, heads, kv_heads, **how)
+        kind = "rmsnorm" if norm else None
+        return rotary_qkv_fn(qkv, cos, sin, heads, kv_heads, norm=kind, eps=EPS, q_weight=q_weight, k_weight=k_weight)
 
     def plain(dtype: torch.dtype) -> Function:
         """In PyTorch's operators, by model/attention.py: rounded to dtype behind the norm and behind the turn."""

@@ -180,9 +180,6 @@ def rank(answer: str, warm_up: str, *keys: str) -> None:
     world.leave(0)
 
 
-# ---- records -----------------------------------------------------------------------------------------------------------------
-
-
 def record_of(facts: Record, turns: Sequence[dict[str, Any]], of_one: Sequence[dict[str, Any]] | None) -> Record:
     """Efficiency is the milliseconds of one rank, if it was measured, over those of many, which is the ratio of a rank's
     tokens/s; of a single round it has no interval."""

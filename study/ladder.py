@@ -73,14 +73,6 @@ def rung(size: str, runs: Runs, arm: Arm, rate: float) -> Rung:
     return Rung(size, parameters, compute, rate, list(runs.found.sample(made).losses), beside)
 
 
-def prediction(rungs: list[Rung]) -> Interval | None:
-    """Of the last size; None where runs failed at another one."""
-    known = rungs[:-1]
-    if not all(one.losses for one in known):
-        return None
-    return predicted([one.compute for one in known], [one.losses for one in known], rungs[-1].compute)
-
-
 def report(found: Climbed) -> str:
     """In Markdown."""
     *_, before, last = (of.size for of in next(iter(found.values())))
@@ -91,13 +83,15 @@ def report(found: Climbed) -> str:
     held = "as at the size before" if orders[last] == orders[before] else f"at the size before it is {orders[before]}"
     said, rows = [f"At {last} the order of arms, the lowest loss first, is {orders[last]}: {held}."], []
     for arm, rungs in found.items():
-        told, end = prediction(rungs), rungs[-1].losses
-        if told is not None and end:
-            if all(len(one.losses) == 1 for one in rungs[:-1]):
-                said.append(f"{arm}: predicted {told.median:.4f}, of one seed, which has no interval; found {end[0]:.4f}.")
+        *known, end = rungs
+        if all(one.losses for one in rungs):
+            told = predicted([one.compute for one in known], [one.losses for one in known], end.compute)
+            loss = end.losses[0]
+            if all(len(one.losses) == 1 for one in known):
+                said.append(f"{arm}: predicted {told.median:.4f}, of one seed, which has no interval; found {loss:.4f}.")
             else:
-                within = "within" if told.holds(end[0]) else "outside of"
-                said.append(f"{arm}: predicted {interval_text(told, 4)}, found {end[0]:.4f}, {within} the interval.")
+                within = "within" if told.holds(loss) else "outside of"
+                said.append(f"{arm}: predicted {interval_text(told, 4)}, found {loss:.4f}, {within} the interval.")
         for rate, more in rungs[-2].beside.items():
             if more < 0:
                 said.append(

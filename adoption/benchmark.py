@@ -150,7 +150,7 @@ class Arm:
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser("adoption", __doc__, rounds=LEAST_SAMPLES, module="adoption.benchmark")
+    parser = command.parser("adoption.benchmark", __doc__, rounds=LEAST_SAMPLES)
     parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="(all)")
     return command.parse(parser, argv)
 

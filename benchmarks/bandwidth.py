@@ -105,21 +105,9 @@ def program(
     return options_of, main
 
 
-def add_widths(parser: argparse.ArgumentParser, widths: Sequence[int]) -> None:
-    """Options of programs of norms; widths: by default."""
-    parser.add_argument("--width", nargs="+", type=command.positive, default=widths, metavar="N", help=f"of rows {widths}")
-    streams = ("bf16", "fp32")
-    parser.add_argument("--residual", nargs="+", choices=streams, default=streams, help="dtype of the stream (both)")
-
-
-def run(options: argparse.Namespace, names: Sequence[str], tasks: Sequence[Task], file: str | None = None) -> None:
-    """Measures the tasks, records them and prints their table.
-
-    Args:
-        names: of the providers.
-        file: name of the record, if it is not the program's.
-    """
-    device, results = options.device, command.open_results(options, file=file)
+def run(options: argparse.Namespace, names: Sequence[str], tasks: Sequence[Task]) -> None:
+    """Measures the tasks, records them and prints their table. names: of the providers."""
+    device, results = options.device, command.open_results(options)
     with timing.side_stream(device), progress(len(tasks), results.path.stem) as bar:
         copy_gb_per_s = timing.copy_bandwidth(device, 2.0 if device.type == "cuda" else 0.01)
         timing.free_memory(device)
@@ -149,18 +137,13 @@ def measure(
         del contenders
         timing.free_memory(device)
         cell = {"case": task.facts["case"], "direction": direction, **task.facts}
-        results.add(
-            {**cell, "provider": name, **record_of(outcome, outcomes.get("ours"), least, copy_gb_per_s), "sets": sets}
-            for name, outcome in outcomes.items()
-        )
-
-
-def record_of(outcome: timing.Outcome, ours: timing.Outcome | None, bytes_: int, copy_gb_per_s: float) -> Record:
-    record: Record = {"bytes": bytes_, "copy_gb_per_s": round(copy_gb_per_s, 1), **outcome.record(ours)}
-    if record["us"] is not None:
-        gb_per_s = bytes_ / record["us"] / 1000
-        record |= {"gb_per_s": round(gb_per_s, 1), "share": round(gb_per_s / copy_gb_per_s, 4)}
-    return record
+        cell |= {"bytes": least, "copy_gb_per_s": round(copy_gb_per_s, 1), "sets": sets}
+        records = [cell | {"provider": name} | outcome.record(outcomes.get("ours")) for name, outcome in outcomes.items()]
+        for record in records:
+            if record["us"] is not None:
+                gb_per_s = least / record["us"] / 1000
+                record |= {"gb_per_s": round(gb_per_s, 1), "share": round(gb_per_s / copy_gb_per_s, 4)}
+        results.add(records)
 
 
 # ---- is the result right? ---------------------------------------------------------------------------------------------------

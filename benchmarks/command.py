@@ -38,19 +38,17 @@ def positive(text: str) -> int:
     return value
 
 
-def parser(
-    program: str, doc: str | None, known: Iterable[str] = (), rounds: int | None = None, module: str = ""
-) -> argparse.ArgumentParser:
+def parser(program: str, doc: str | None, known: Iterable[str] = (), rounds: int | None = None) -> argparse.ArgumentParser:
     """A parser with the options that the programs have; doc: of the program, described by its first line.
 
     Args:
+        program: its module in benchmarks, or another folder and module; its first word names the record.
         known: the names of the providers, for a program that compares some.
         rounds: by default, for a program that has rounds.
-        module: where the program is, if that is not benchmarks.<program>.
     """
-    module = module or f"benchmarks.{program}"
+    module = program if "." in program else f"benchmarks.{program}"
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").partition("\n")[0])
-    parser.set_defaults(program=program, module=module)
+    parser.set_defaults(program=program.partition(".")[0], module=module)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
     if rounds:
         parser.add_argument("--rounds", type=positive, default=rounds, help="turns of each contender (%(default)s)")
@@ -133,14 +131,9 @@ class Results:
         return self.records
 
 
-def open_results(options: argparse.Namespace, file: str | None = None, published: bool = False) -> Results:
-    """The record that this run makes.
-
-    Args:
-        file: name of the record, if it is not the program's.
-        published: of a CPU too, as that of a computation that any machine repeats.
-    """
+def open_results(options: argparse.Namespace, published: bool = False) -> Results:
+    """The record that this run makes. published: of a CPU too, as that of a computation that any machine repeats."""
     facts = environment(options.device)
     folder = FOLDER if options.device.type == "cuda" or published else SCRATCH
     command = shlex.join(["python", "-m", options.module, *options.argv])
-    return Results(folder / slug(facts) / f"{file or options.program}.json", facts, command)
+    return Results(folder / slug(facts) / f"{options.program}.json", facts, command)

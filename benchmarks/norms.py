@@ -10,7 +10,7 @@ x is in bf16, weights are in fp32, as in training.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import bandwidth, command, providers
 from benchmarks.bandwidth import Task, WrongResult
-from benchmarks.cases import CASES, DIRECTIONS, DROPOUT_P, MODEL_WIDTHS, MOST_ELEMENTS, Shape, make_inputs, minimum_bytes
+from benchmarks.cases import CASES, DIRECTIONS, DROPOUT_P, MODEL_WIDTHS, MOST_ELEMENTS, Case, Shape, make_inputs, minimum_bytes
 from benchmarks.providers import PROVIDERS
 from model.sites import torch_site
 
@@ -27,25 +27,16 @@ ROWS = 32768  # fewer above 2^28 elements
 FAST = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of --models
 
 
-def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bandwidth.parser("norms", __doc__, CASES, PROVIDERS)
-    bandwidth.add_widths(parser, [*MODEL_WIDTHS])
-    parser.add_argument(
-        "--models", action="store_true", help="cases with a residual stream; all libraries, but not eager PyTorch"
-    )
-    parser.add_argument("--warm", type=command.positive, metavar="PROCESSES", help="compile in this many processes first")
-    parser.add_argument("--before", type=Path, metavar="PATH", help="another revision's folder ops/, timed in the same rounds")
-    return command.parse(parser, argv)
+def shapes_of(options: argparse.Namespace, cases: Mapping[str, Case], rows: Callable[[int], int]) -> list[Shape]:
+    """The shapes in the order in which they run. Widths are outermost, so that a run that ends early has whole columns.
 
-
-def shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """The shapes in the order in which they run. Widths are outermost, so that a run that ends early has whole columns."""
-    rows = command.rows_on(options.device, ROWS)
-    cases = [CASES[name] for name in options.case or CASES]
+    Args:
+        rows: by width, on a GPU.
+    """
     return [
-        Shape(case, residual, "fp32", min(rows, MOST_ELEMENTS // width), width)
+        Shape(case, residual, "fp32", command.rows_on(options.device, rows(width)), width)
         for width in options.width
-        for case in cases
+        for case in (cases[name] for name in options.case or cases)
         if case.add or not options.models
         for residual in (options.residual if case.add else (None,))
     ]
@@ -81,16 +72,40 @@ def reference(
     return providers.site_of(partial(torch_site, drop=same_dropout), shape, exact=True)(x, residual, *parameters)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(argv)
-    shapes = shapes_of(options)
-    names = command.importable(options.provider, FAST if options.models else PROVIDERS)
-    if options.warm:
-        providers.compile_in_processes(shapes, names, options.device, options.warm)
-    if options.before:
-        names.append(providers.load_before(options.before))
-    bandwidth.run(options, names, [task(shape) for shape in shapes], "norms_models" if options.models else "norms")
+def program(
+    name: str, doc: str | None, cases: Mapping[str, Case], widths: Sequence[int], rows: Callable[[int], int]
+) -> tuple[Callable[..., argparse.Namespace], Callable[..., None]]:
+    """As `bandwidth.program`, of cases of norms. widths: by default."""
 
+    def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+        parser = bandwidth.parser(name, doc, cases, PROVIDERS)
+        option, streams = parser.add_argument, ("bf16", "fp32")
+        option("--width", nargs="+", type=command.positive, default=widths, metavar="N", help=f"of rows {widths}")
+        option("--residual", nargs="+", choices=streams, default=streams, help="dtype of the stream (both)")
+        option("--models", action="store_true", help="cases with a residual stream; all libraries, but not eager PyTorch")
+        option("--warm", type=command.positive, metavar="PROCESSES", help="compile in this many processes first")
+        option("--before", type=Path, metavar="PATH", help="another revision's folder ops/, timed in the same rounds")
+        return command.parse(parser, argv)
+
+    def main(argv: Sequence[str] | None = None) -> None:
+        options = options_of(argv)
+        shapes = shapes_of(options, cases, rows)
+        names = command.importable(options.provider, FAST if options.models else PROVIDERS)
+        options.program += "_models" * options.models
+        if options.warm:
+            providers.compile_in_processes(shapes, names, options.device, options.warm)
+        if options.before:
+            names.append(providers.load_before(options.before))
+        bandwidth.run(options, names, [task(shape) for shape in shapes])
+
+    return options_of, main
+
+
+def rows_of(width: int) -> int:
+    return min(ROWS, MOST_ELEMENTS // width)
+
+
+options_of, main = program("norms", __doc__, CASES, [*MODEL_WIDTHS], rows_of)
 
 if __name__ == "__main__":
     main()

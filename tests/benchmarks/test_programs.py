@@ -22,7 +22,7 @@ HEADS = (3, 1, 16)
 
 def test_models_are_cases_with_a_stream_at_the_widths_of_models(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    shapes = norms.shapes_of(norms.options_of(["--models"]))
+    shapes = norms.shapes_of(norms.options_of(["--models"]), CASES, norms.rows_of)
     assert {s.width for s in shapes} == set(MODEL_WIDTHS) and {s.weights for s in shapes} == {"fp32"}
     assert {(s.case.name, s.residual) for s in shapes} == {(n, r) for n, c in CASES.items() if c.add for r in STREAMS}
     assert all(s.rows == min(32768, MOST_ELEMENTS // s.width) for s in shapes)

@@ -162,7 +162,8 @@ def _persistent(tile: Tile, columns: int, work: Work, device: Device, two_ahead:
 
     A tile ahead waits in shared memory, and a prefetched tile in L2. Prefetch slows a launch down in three cases: the tiles
     ahead are many bytes for the memory's bandwidth; a tile reads far more than it writes; LayerNorm has three tiles ahead.
-    A slower memory is kept busy by fewer tiles ahead. Programs that share a row wait for each other, so they have more.
+    A slower memory is kept busy by fewer tiles ahead, and by far fewer bytes. Programs that share a row wait for each other, so
+    they have more.
     """
     size = columns * work.row_bytes * tile.programs_per_sm
     reads_most = work.row_bytes >= 2.5 * work.written_bytes
@@ -174,7 +175,7 @@ def _persistent(tile: Tile, columns: int, work: Work, device: Device, two_ahead:
     prefetch = (
         device.since_sm_90
         and tile.rows <= MOST_ROWS_PREFETCHED
-        and ahead * size <= 64 * KB * scale
+        and ahead * size <= (64 if tile.slices > 1 else 96 * scale**2) * KB
         and (ahead == 1 or not (reads_most or (ahead == 3 and work.weights == 2)))
     )
     return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=prefetch)

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks import command, readme
 from measure.files import discard, replace_text
-from measure.sources import ROOT, changes, other_versions
+from measure.sources import ROOT, changes, other_kernels, other_versions
 from measure.tables import aligned
 from training.storage import MARK
 
@@ -166,7 +166,8 @@ def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
         The exit code of the program; 0 where it is 1 because parity fails, which is a result.
     """
     words = [sys.executable, *shlex.split(record.words)]
-    place = record.path(folder).parent
+    path = record.path(folder)
+    place, earlier = path.parent, read(path)
     part = place.with_name(f"{record.name}.part")
     if record.folder:
         shutil.rmtree(part, ignore_errors=True)
@@ -189,6 +190,8 @@ def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
             replace_text(file, text)
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
+    if differ := other_kernels(read(path), earlier):
+        print(f"{record.name}: compiled otherwise than in the earlier record: {', '.join(differ)}", flush=True)
     return code
 
 

@@ -2,17 +2,19 @@
 
 A module counts by its syntax tree, so comments, docstrings and layout don't; all modules of the project count that the process
 had imported, but for those that say what was measured (PRESENTING). A YAML file of which a config was composed counts by its
-values.
+values. The PTX of the Triton kernels that ran says what of them a change has changed, once they have run again.
 """
 
 import ast
 import hashlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -24,9 +26,14 @@ _yaml: set[str] = set()  # YAML files, by path
 
 
 def code() -> Code:
-    """What this process has run so far: the hashes of its modules and YAML files by path."""
-    paths = {path for path in _modules() if Path(path).stem not in PRESENTING} | _yaml
-    return {"modules": {path: _as_first_seen(path) for path in sorted(paths)}}
+    """What this process has run so far: the hashes of its modules and YAML files by path, those of its kernels by name, one for
+    each variant, and whether backward runs in the caller's thread."""
+    paths = {path for path, _ in _modules() if Path(path).stem not in PRESENTING} | _yaml
+    return {
+        "modules": {path: _as_first_seen(path) for path in sorted(paths)},
+        "kernels": _kernels(),
+        "backward": "several threads" if torch._C._is_multithreading_enabled() else "one thread",
+    }
 
 
 def note_yaml(files: Iterable[Path]) -> None:
@@ -45,11 +52,15 @@ def together(codes: Sequence[Code]) -> Code:
         ValueError: they ran different code.
     """
     modules: dict[str, str] = {}
+    kernels: dict[str, set[str]] = {}
     for one in codes:
         if differ := [path for path, of in one["modules"].items() if modules.get(path, of) != of]:
             raise ValueError(f"{_listed(differ)} changed while this was measured. Measure all of it anew.")
         modules |= one["modules"]
-    return {"modules": modules}
+        for name, hashes in one["kernels"].items():
+            kernels.setdefault(name, set()).update(hashes)
+    backward = " and ".join(sorted({one["backward"] for one in codes}))
+    return {"modules": modules, "kernels": {name: sorted(of) for name, of in kernels.items()}, "backward": backward}
 
 
 def changes(record: Mapping[str, Any]) -> str | None:
@@ -59,6 +70,12 @@ def changes(record: Mapping[str, Any]) -> str | None:
     modules = record["code"]["modules"]
     changed = [path for path, of in modules.items() if not (ROOT / path).is_file() or _hash_of(ROOT / path) != of]
     return f"{_listed(changed)} {'has' if len(changed) == 1 else 'have'} changed" if changed else None
+
+
+def other_kernels(record: Mapping[str, Any], earlier: Mapping[str, Any]) -> list[str]:
+    """The kernels that two records have in common and whose PTX differs, or its variants."""
+    one, other = (of.get("code", {}).get("kernels", {}) for of in (record, earlier))
+    return [name for name in one if name in other and one[name] != other[name]]
 
 
 def other_versions(record: Mapping[str, Any], versions: Mapping[str, str], are: str) -> list[str]:
@@ -86,14 +103,14 @@ def _listed(names: Sequence[str], most: int = 4) -> str:
     return " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
 
 
-def _modules() -> Iterator[str]:
+def _modules() -> Iterator[tuple[str, Any]]:
     """The project's modules that this process has imported, by path."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith(".py") and Path(file).is_relative_to(ROOT):
             parts = Path(file).relative_to(ROOT).parts
             if parts[0] != "tests" and not any(part.startswith(".") or part == "site-packages" for part in parts):
-                yield "/".join(parts)
+                yield "/".join(parts), module
 
 
 # ---- modules -----------------------------------------------------------------------------------------------------------------
@@ -143,6 +160,33 @@ def _parts(values: Iterable[ast.expr]) -> list[Any]:
         elif part != "":
             found.append(part)
     return found
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------------------
+
+
+def _kernels() -> dict[str, list[str]]:
+    """Of each of the project's kernels that ran here, the hashes of its variants. Triton keeps what it compiled or loaded with
+    the function; in its interpreter there is nothing."""
+    found: dict[str, set[str]] = {}
+    kind: Any = getattr(sys.modules.get("triton"), "JITFunction", ())
+    for _, module in _modules():
+        for function in (value for value in vars(module).values() if isinstance(value, kind)):
+            caches = [cache[0] for cache in getattr(function, "device_caches", {}).values()]
+            hashes = {ptx_hash(of.asm["ptx"]) for cache in caches for of in cache.values() if "ptx" in getattr(of, "asm", ())}
+            if hashes:
+                found.setdefault(function.__name__, set()).update(hashes)
+    return {name: sorted(hashes) for name, hashes in sorted(found.items())}
+
+
+@cache
+def ptx_hash(ptx: str) -> str:
+    """Of the instructions, without the kernel's name, comments and where in the source they come from."""
+    code = ptx.partition(".section")[0]
+    name = re.search(r"\.entry\s+(\w+)", code)
+    lines = re.sub(r"//.*", "", code.replace(name[1], "kernel") if name else code).splitlines()
+    left = [line.strip() for line in lines if line.strip() and not re.match(r"\s*(\.loc|\.file|\$L__tmp)", line)]
+    return _short("\n".join(left))
 
 
 def _short(text: str) -> str:

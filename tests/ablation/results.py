@@ -30,7 +30,7 @@ def ablation(overrides=SWEPT, modes=("eager", "compiled"), compiled=1.07, kernel
     environment = ENVIRONMENT if kernels else ENVIRONMENT | {"gpu": None}
     parities = [parity_of(of, seeds, parity) for of in overrides]
     command = "python ablate.py model=gpt2 model.dropout=0.0,0.1"
-    code = {"modules": {"measure/gone.py": "0"}}
+    code = {"modules": {"measure/gone.py": "0"}, "kernels": {}, "backward": "one thread"}
     return Ablation(cells, parities, environment, command, "norm:\n  kind: layernorm\n", kernels, ["A note."], code)
 
 

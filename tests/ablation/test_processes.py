@@ -20,7 +20,7 @@ def reports(tmp_path, speedups=SPEEDUPS):
     made = []
     for number, speedup in enumerate(speedups):
         cell = results.cell({}, "eager", speedup, kernels=True, seed=number)
-        code = {"modules": {"a.py": "1"}}
+        code = {"modules": {"a.py": "1"}, "kernels": {"a_kernel": [str(number)]}, "backward": "one thread"}
         records.save(records.Ablation([cell], [results.parity_of({})], {}, "", "", True, code=code), tmp_path)
         made.append(json.loads((tmp_path / "report.json").read_text()))
     return made
@@ -58,7 +58,7 @@ def test_each_process_has_its_folder_the_first_measures_parity_and_the_worst_cod
     made[0]["parity"][0]["holds"] = False
     monkeypatch.setattr(processes.subprocess, "run", run)
     assert processes.ablate(["model=gpt2"], 3, tmp_path) == 1
-    assert json.loads((tmp_path / "report.json").read_text())["code"] == {"modules": {"a.py": "1"}}
+    assert json.loads((tmp_path / "report.json").read_text())["code"]["kernels"] == {"a_kernel": ["0", "1", "2"]}
     assert [command[1] for command in started] == [f"folder={tmp_path}/process_{number}" for number in (1, 2, 3)]
     assert ["ablate.parity_seeds=0" in command for command in started] == [False, True, True]
     assert (tmp_path / "report.md").read_text().startswith("# 3 processes") and "model=gpt2" in started[0]

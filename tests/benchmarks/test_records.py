@@ -1,6 +1,7 @@
 """python -m benchmarks.records: what it runs, where it goes on, and that its plan is short."""
 
 import json
+import re
 import shlex
 from importlib import import_module
 from types import SimpleNamespace
@@ -36,7 +37,8 @@ def ran(tmp_path, monkeypatch, broken):
         stdout.write(f"on {env['CUDA_VISIBLE_DEVICES']}\n".encode())
         stdout.flush()
         record = {"command": f"python {shlex.join(words[1:])}", "environment": ENVIRONMENT | {"git": GIT}, "unfinished": ""}
-        record["code"] = {"modules": {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}}
+        modules = {"measure/sources.py": tree_hash((ROOT / "measure/sources.py").read_text())}
+        record["code"] = {"modules": modules, "kernels": {"norm_forward_kernel": ["1"]}}
         record |= broken.get(program, {})
         folder, files = here, {f"{program.removeprefix('benchmarks.').removesuffix('.benchmark')}.json": json.dumps(record)}
         if "--models" in words:
@@ -59,7 +61,7 @@ def ran(tmp_path, monkeypatch, broken):
     return commands
 
 
-def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path, monkeypatch):
+def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path, monkeypatch, capsys):
     records.main([])
     assert len(ran) == len(RECORDS) + 1 and ran[-1] == "readme"
     gpt2 = tmp_path / "nvidia-h200" / "ablation" / "gpt2"
@@ -73,8 +75,13 @@ def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path,
     records.main([])
     assert sorted(words[0] for words in ran[:-1]) == ["-m", "ablate.py"], "what was cut short, and what is missing"
     ran.clear()
+    memory = tmp_path / "nvidia-h200" / "memory.json"
+    for path in (memory, gpt2 / "report.json"):
+        path.write_text(path.read_text().replace('["1"]', '["2"]'))
     records.main(["memory", "gpt2", "host"])
     assert len(ran) == 4, "by name they are made anew"
+    differ = re.findall(r"(\w+): compiled otherwise than in the earlier record: norm_forward_kernel\n", capsys.readouterr().out)
+    assert sorted(differ) == ["gpt2", "memory"]
     ran.clear()
     monkeypatch.setitem(GIT, "revision", "def")
     records.main([])

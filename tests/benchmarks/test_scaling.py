@@ -53,10 +53,13 @@ def test_efficiency_is_the_time_of_one_rank_over_that_of_many_within_a_round():
 def test_every_cell_has_two_turns_a_round_and_a_row(recorded, monkeypatch):
     asked = []
     found = {"steps_ms": [10.0] * 3, "peak_gb": 2.0}
-    found["code"] = {"modules": {"of/a/rank.py": "1"}}
+    found["code"] = {"modules": {"of/a/rank.py": "1"}, "kernels": {"of_a_rank": ["2"]}, "backward": "one thread"}
     monkeypatch.setattr(scaling, "turn", lambda *of: asked.append(of) or found)
     file, printed = recorded(scaling, *CPU)
-    assert {"of/a/rank.py", "benchmarks/scaling.py"} <= file["code"]["modules"].keys()
+    assert (
+        file["code"]["kernels"]["of_a_rank"] == ["2"]
+        and {"of/a/rank.py", "benchmarks/scaling.py"} <= file["code"]["modules"].keys()
+    )
     cells = [(r["parallel"], r["ranks"]) for r in file["records"]]
     assert cells == [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)] and len(asked) == 2 * len(cells)
     assert all(asked.count(one) == 2 for one in asked) and [r["efficiency"] for r in file["records"]] == [1.0] * 4

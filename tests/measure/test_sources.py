@@ -2,6 +2,7 @@
 
 import ast
 import shutil
+import sys
 from importlib import import_module
 
 import pytest
@@ -14,7 +15,9 @@ from measure.sources import (
     changes,
     code,
     modules_hash,
+    other_kernels,
     other_versions,
+    ptx_hash,
     together,
     tree_hash,
 )
@@ -86,11 +89,13 @@ def test_code_has_the_imported_modules_but_for_tests_and_those_that_say_what_was
     found = code()["modules"]
     assert found["measure/sources.py"] == tree_hash((ROOT / "measure/sources.py").read_text())
     assert "measure/tables.py" not in found and not [path for path in found if path.startswith(("tests", ".", "/"))]
+    assert code()["backward"] in ("one thread", "several threads")
 
 
 def test_several_processes_have_run_one_code_or_are_no_record():
-    one, other = ({"modules": {name: "1"}} for name in "ab")
-    assert together([one, other, one]) == {"modules": {"a": "1", "b": "1"}}
+    one, other = ({"modules": {name: "1"}, "kernels": {"k": [name]}, "backward": "one thread"} for name in "ab")
+    both = {"modules": {"a": "1", "b": "1"}, "kernels": {"k": ["a", "b"]}, "backward": "one thread"}
+    assert together([one, other, one]) == both
     with pytest.raises(ValueError, match=r"^a changed while this was measured\. Measure all of it anew\.$"):
         together([one, other, one | {"modules": {"a": "2"}}])
 
@@ -127,3 +132,48 @@ def test_trees_differ_by_what_runs():
     others = ("def f(x):\n    return f'a{x}c'", "def f(x):\n    return x", "def f(x, y):\n    return f'a{x}b'", "")
     assert len({tree_hash(source) for source in same}) == 1
     assert len({tree_hash(source) for source in (*same, *others, "x = 0", "x = None", "x = False")}) == 8
+
+
+PTX = """//
+.version 8.7
+.target sm_90a
+	// .globl	first_kernel
+.visible .entry first_kernel(
+	.param .u64 .ptr .global first_kernel_param_0
+)
+{
+	.loc	1 3 0
+$L__tmp1:
+	ld.param.u64 	%rd1, [first_kernel_param_0];
+	ret;  // why
+}
+	.file	1 "/somewhere/first.py"
+	.section	.debug_abbrev
+"""
+
+
+def test_a_kernel_counts_by_its_instructions_alone():
+    same = PTX.replace("first", "second").replace("1 3 0", "1 4 7").replace("// why", "").replace("tmp1", "tmp2")
+    assert ptx_hash(PTX) == ptx_hash(same) != ptx_hash(PTX.replace("ret", "trap"))
+
+
+def test_the_kernels_that_ran_are_named_with_the_hash_of_each_variant(monkeypatch):
+    pytest.importorskip("triton")
+    from ops.kernels import forward
+
+    class Function:  # as Triton's: by device a tuple that begins with what was compiled, by key
+        __name__ = "norm_forward_kernel"
+        device_caches = {0: ({1: compiled(PTX), 2: compiled(PTX.replace("ret", "trap")), 3: compiled(PTX)}, {}), 1: ({},)}  # noqa: RUF012
+
+    monkeypatch.setattr(sys.modules["triton"], "JITFunction", Function)
+    monkeypatch.setattr(forward, "norm_forward_kernel", Function())
+    assert code()["kernels"] == {"norm_forward_kernel": sorted({ptx_hash(PTX), ptx_hash(PTX.replace("ret", "trap"))})}
+
+
+def test_what_was_compiled_otherwise_is_named_of_the_kernels_that_two_records_share():
+    one, other = ({"code": {"kernels": {name: ["1"], "both": ["1"], "of each": [name]}}} for name in "ab")
+    assert other_kernels(one, other) == ["of each"] and other_kernels(one, {}) == []
+
+
+def compiled(ptx):
+    return type("CompiledKernel", (), {"asm": {"ptx": ptx}})()

@@ -9,7 +9,6 @@ A program, because in the tests' own process kernels belong to the interpreter.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import ops
+from measure.sources import ptx_hash
 from ops import Norm, kit, norm, tiling
 
 from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, inputs, ours
@@ -102,15 +102,6 @@ class OfflineLauncher(kit.Launcher):
                 **disassembled(compiled.asm["cubin"]),
             }
         )
-
-
-def ptx_hash(ptx: str) -> str:
-    """Of the instructions, without the kernel's name, comments and where in the source they come from."""
-    code = ptx.partition(".section")[0]
-    name = re.search(r"\.entry\s+(\w+)", code)
-    lines = re.sub(r"//.*", "", code.replace(name[1], "kernel") if name else code).splitlines()
-    left = [line.strip() for line in lines if line.strip() and not re.match(r"\s*(\.loc|\.file|\$L__tmp)", line)]
-    return hashlib.sha256("\n".join(left).encode()).hexdigest()[:12]
 
 
 _LETTERS = {"LDG": "L", "SHFL": "S", "BAR": "B", "STG": "W"}  # of what is loaded, exchanged, waited for and stored

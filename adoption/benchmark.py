@@ -1,8 +1,8 @@
-"""A training step of transformers' Llama, Qwen3 and Gemma 3, and of a DiT: as it is, adopted, with Liger's kernels or by
+"""A training step of transformers' Llama, Qwen3 and Gemma 3, and of two DiTs: as it is, adopted, with Liger's kernels or by
 hand, and compiled.
 
     pip install 'transformers>=5.20' liger-kernel
-    python -m adoption.benchmark            random weights; a step has 24 × 1024 tokens, of a DiT 64 samples of 256
+    python -m adoption.benchmark            random weights; a step has 24 × 1024 tokens, of a DiT 64 samples of 256 or 1024
     python -m adoption.benchmark --model DiT-B/2    this alone, which needs neither library
 
 A step is forward under autocast to bf16 with weights in fp32, as with `bf16=True` of Trainer, backward and a fused AdamW
@@ -47,7 +47,11 @@ SIZES: dict[str, dict[str, Any]] = {  # of transformers' models, about 110M para
     | {"hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256},
 }
 TINY = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}  # on the CPU
-DIT, SAMPLES = (256, 16, 768, 12, 12), 64  # tokens, channels, width, heads, blocks
+DITS = {  # tokens, channels, width, heads, blocks
+    "DiT-B/2": (256, 16, 768, 12, 12),
+    "DiT-XL/2, 8 blocks": (1024, 16, 1152, 16, 8),
+}
+SAMPLES = 64
 
 
 class Task(NamedTuple):
@@ -82,7 +86,7 @@ def of_transformers(kind: str, device: torch.device) -> Task:
 
 def of_dit(kind: str, device: torch.device) -> Task:
     modeling: Any = import_module("examples.dit_block")  # by name, as examples import from here
-    sizes, samples = (DIT, SAMPLES) if device.type == "cuda" else (modeling.TINY, 2)
+    sizes, samples = (DITS[kind], SAMPLES) if device.type == "cuda" else (modeling.TINY, 2)
     tokens, channels, width, *_ = sizes
     plain = modeling.DiT(*sizes).to(device)
     latents, noise = (torch.randn(samples, tokens, channels, device=device) for _ in range(2))
@@ -95,7 +99,7 @@ def of_dit(kind: str, device: torch.device) -> Task:
     return Task(plain, loss, facts, DIT_ARMS, modeling, partial(modeling.FusedDiT, *sizes), steps=1)
 
 
-MODELS = dict.fromkeys(SIZES, of_transformers) | {"DiT-B/2": of_dit}
+MODELS = dict.fromkeys(SIZES, of_transformers) | dict.fromkeys(DITS, of_dit)
 
 
 class Arm:

@@ -261,11 +261,13 @@ def rows_of(file: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(folder: Path) -> None:
-    """The picture of README's rows, beside their records."""
+    """The pictures of all records of a GPU, beside them."""
     paths = [path_of(folder, name) for name in HEADLINED]
     if all(path.exists() for path in paths):
         files = dict(zip(HEADLINED, map(load, paths), strict=True))
         plots.lead(named(files), folder / "lead.png", origin(files)[0], "A training step with each norm")
+    if (folder / "norms_models.json").exists():
+        report.plot(load(folder / "norms_models.json"), folder / "norms_models.png")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

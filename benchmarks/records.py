@@ -65,13 +65,13 @@ RECORDS = (
     Record(
         "norms_models",
         "-m benchmarks.norms --models --residual fp32 --width 1152 2304 3072 3584 --warm 16",
-        5.5,
+        2.5,
     ),
     Record(
         "gpt2_loss",
         f"{GPT2} model.dropout=0.0,0.1 ablate.switch=loss ablate.eager=false "
         "ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT",
-        3.5,
+        5.25,
     ),
     Record("llama_mlp", f"{LLAMA} model.dropout=0.0 ablate.switch=mlp", 2),
     Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre", 5),
@@ -83,7 +83,7 @@ RECORDS = (
     Record("gated", "-m benchmarks.gated", 1.25),
     Record("modulated", "-m benchmarks.modulated", 3),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 1.75),
-    Record("host", "-m benchmarks.host", 0.75),
+    Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 1.5),
     Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=12 ablate.parity_seeds=0", 2.5),
     Record("overview", "compare.py study=overview", 5.5),

@@ -1,14 +1,17 @@
-"""Tables of records with shares of copy bandwidth, and of adopted models."""
+"""Tables of records with shares of copy bandwidth, and the picture of the norms."""
 
 from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import BOTH, CASES, DIRECTIONS, MODEL_WIDTHS, SITES
 from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS
 from measure.comparison import TORCH
+from measure.plots import ARMS, DASHES, GREY, MARKERS, bare, finish, legend_below, pyplot
 from measure.statistics import Interval
-from measure.tables import NOTHING, aligned, compact_markdown, interval_text
+from measure.tables import NOTHING, aligned, compact_markdown, interval_text, machine
 
 LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
     "rotary": "rotary", "rms_rotary": "RMS+rotary", "softmax": "softmax", "cross_entropy": "cross-entropy",
@@ -59,12 +62,16 @@ def text(records: Sequence[Record]) -> str:
 # ---- for the pages ----------------------------------------------------------------------------------------------------------
 
 
+def of_pages(file: File) -> list[Record]:
+    """Its records; of those with a residual stream the ones that keep it in fp32."""
+    return [record for record in file["records"] if record.get("residual_dtype") in (None, "fp32")]
+
+
 def markdown(file: File) -> str:
-    """Ours and the best peer: a table for each direction, a row for each size, a column for each case. Of records with a
-    residual stream, those that keep it in fp32."""
-    parts, shown = [], [record for record in file["records"] if record.get("residual_dtype") in (None, "fp32")]
+    """Ours and the best peer: a table for each direction, a row for each size, a column for each case."""
+    parts = []
     for direction in (*DIRECTIONS, BOTH):
-        of = [record for record in shown if record["direction"] == direction]
+        of = [record for record in of_pages(file) if record["direction"] == direction]
         sizes = sorted({size_of(record) for record in of})
         if sizes:
             words = {BOTH: "forward and backward"}.get(direction, direction)
@@ -115,3 +122,44 @@ def adoption(file: File) -> str:
     other = "Liger, DiT by hand" if any(record["arm"] == "by hand" for record in file["records"]) else "Liger"
     header = ["a step, ms", "plain", "adopted", f"with {other}", "adopted over plain (95 %)", f"adopted over {other}"]
     return compact_markdown([*header, "GiB plain", "adopted", other], rows)
+
+
+# ---- the picture ------------------------------------------------------------------------------------------------------------
+
+
+DRAWN = ("add_ln", "add_rms")  # cases
+LINES = {  # the arm of an ablation that a provider is, and its name
+    "ours": ("fused", "fused (ours)"),
+    "compile": ("compiled", "torch.compile"),
+    "flash-attn": ("flash_attn", "flash-attn"),
+    "liger-kernel": ("liger", "Liger"),
+    "quack-kernels": ("quack", "quack"),
+}
+
+
+def plot(file: File, path: Path) -> None:
+    """Add + norm: a panel for each norm and direction, a point for each width of a model and library, % of copy bandwidth with
+    the 10th to 90th percentile of the rounds."""
+    known = [r for r in of_pages(file) if r["case"] in DRAWN and r["direction"] in DIRECTIONS and r["us"] is not None]
+    widths = sorted({r["N"] for r in known})
+    figure, grid = pyplot.subplots(len(DRAWN), 2, figsize=(8.4, 5.6), sharex=True, sharey=True, squeeze=False)
+    entries = dict[str, Any]()
+    for (case, direction), axes in zip(product(DRAWN, DIRECTIONS), grid.flat, strict=True):
+        for (name, (arm, title)), marker, dash in zip(LINES.items(), MARKERS, DASHES, strict=False):
+            of = [r for r in known if (r["provider"], r["case"], r["direction"]) == (name, case, direction)]
+            if points := sorted((widths.index(r["N"]), 100 * r["share"], r) for r in of):
+                x, share, records = zip(*points, strict=True)
+                ends = [[100 * r["share"] * abs(1 - r["us"] / r[end]) for r in records] for end in ("p90", "p10")]
+                style = {"color": ARMS[arm], "marker": marker, "linestyle": dash, "markersize": 5}
+                style |= {"linewidth": 2.6, "zorder": 5} if name == "ours" else {"linewidth": 1.5}
+                entries[title] = axes.errorbar(x, share, yerr=ends, label=title, elinewidth=1.0, **style)
+        axes.axhline(100, color=GREY, linewidth=1.0)
+        axes.set_ylim(0, 110)
+        axes.set_title(f"{LABELS[case]} {direction}", fontsize=9, loc="left")
+        ticks = [size_label((n,)).replace(", ", "\n").replace(" ", "\n", 1) for n in widths]
+        axes.set_xticks(range(len(widths)), ticks, fontsize=6)
+        bare(axes, "y")
+    figure.supylabel("% of copy bandwidth", fontsize=9)
+    legend_below(figure, entries)
+    title = "Add + norm: x bf16, stream and weights fp32, 32768 rows"
+    finish(figure, title, machine(file["environment"]), path)

@@ -1,5 +1,6 @@
 """Dropout by itself, with the masks of the norms: for models that are not fused and must drop the same elements."""
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
         seed: an int or a one-element int64 tensor on x's device.
     """
     name = "seeded_dropout"
-    kernels, dtypes = checks.kernels_for(x)
-    checks.check_input(name, x, dtypes)
+    kernels, _ = checks.check_input(name, x)
     p = checks.as_dropout_p(name, "p", p)
     checks.check_mask(name, seed, stream, x.device)
     if p == 0.0:
@@ -65,15 +65,11 @@ class Options(NamedTuple):
     mask: bool = False  # the mask is written, not what it leaves of x
 
 
-class Backward(NamedTuple):
-    dy: Tensor
-    seed: Tensor
-
-
 class Dropout(kit.Op):
     """Its own backward, since dx = dropout(dy) with the same mask."""
 
-    name, Inputs, Options, Backward = "dropout", Inputs, Options, Backward
+    name, Inputs, Options = "dropout", Inputs, Options
+    Backward = namedtuple("Backward", "dy seed")
 
     def function(self, given, o):
         return "seeded_dropout"

@@ -1,10 +1,10 @@
 """Cross-entropy of logits, and of the product that makes them, whose logits are then nobody's but the loss's."""
 
 import math
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -82,9 +82,9 @@ def cross_entropy_fn(
             a gradient, or whose rows don't lie apart at one distance, each without gaps.
     """
     name = "cross_entropy_fn"
-    kernels, dtypes = checks.kernels_for(logits)
     options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
     checks.check_tensor(name, "logits", logits)
+    kernels, dtypes = checks.kernels_for(logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
     checks.check_dtype(name, "logits", logits, dtypes)
@@ -203,16 +203,9 @@ class Outputs(NamedTuple):
     scale: Tensor | None  # fp32 [1]: for the mean, 1 over the number of targets that count
 
 
-class Backward(NamedTuple):
-    dtotal: Tensor
-    logits: Tensor  # their gradient, in place
-    targets: Tensor
-    stats: Tensor | None
-    scale: Tensor | None
-
-
 class CrossEntropy(kit.Op):
-    name, Inputs, Options, Outputs, Backward = "cross_entropy", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Outputs = "cross_entropy", Inputs, Options, Outputs
+    Backward = namedtuple("Backward", "dtotal logits targets stats scale")  # in place, the logits are their gradient
 
     def width(self, tensors):
         return next(t for t in tensors if t.dim() == 2).shape[1]  # the logits
@@ -290,16 +283,9 @@ class LinearOutputs(NamedTuple):
     weight_product: Tensor | None
 
 
-class LinearBackward(NamedTuple):
-    dtotal: Tensor
-    scale: Tensor
-    hidden_product: Tensor | None
-    weight_product: Tensor | None
-
-
 class LinearCrossEntropy(kit.Op):
-    name, Inputs, Options = "linear_cross_entropy", LinearInputs, Options
-    Outputs, Backward = LinearOutputs, LinearBackward
+    name, Inputs, Options, Outputs = "linear_cross_entropy", LinearInputs, Options, LinearOutputs
+    Backward = namedtuple("Backward", "dtotal scale hidden_product weight_product")
 
     def width(self, tensors):
         return None if len(tensors) > 3 else len(tensors[1])  # the weight, of Inputs
@@ -357,7 +343,7 @@ class LinearCrossEntropy(kit.Op):
         def run(b):
             dtotal, scale, *products = b
             factor = (dtotal * scale).masked_fill(scale.isinf(), 0.0)  # zeros stay zeros, also where 1 / 0 items is upstream
-            found = self.gradients(LinearBackward(*b), o, wanted)
+            found = self.gradients(b, o, wanted)
             for product, gradient in zip(products, found, strict=False):
                 if gradient is not None:
                     torch.mul(product, factor, out=gradient)  # in the factor's fp32, rounded once
@@ -508,9 +494,8 @@ def scale_of(targets: Tensor, o: Options) -> Tensor | None:
         return None
     scale, M = targets.new_empty(1, dtype=torch.float32), len(targets)
     block = _line(M)
-    _start("count_targets_kernel", 1, block // 512, (o.ignore_index, block), targets=targets, scale=scale)(
-        M, o.ignore_index, block
-    )
+    compiled = (o.ignore_index, block)
+    _start("count_targets_kernel", 1, block // 512, (M, *compiled), compiled, targets=targets, scale=scale)
     return scale
 
 
@@ -520,7 +505,7 @@ def reduced(losses: Tensor, scale: Tensor | None, o: Options) -> Tensor:
         return losses
     total, M = losses.new_empty(()), len(losses)
     block = _line(M)
-    _start("sum_losses_kernel", 1, block // 512, (block,), loss=losses, scale=scale, total=total)(M, block)
+    _start("sum_losses_kernel", 1, block // 512, (M, block), (block,), loss=losses, scale=scale, total=total)
     return total
 
 
@@ -530,7 +515,7 @@ def multiply(rows: Tensor, factor: Tensor) -> None:
     block = min(4096, 1 << (V - 1).bit_length())
     blocks = -(-V // block)
     programs = blocks * min(M, max(1, PROGRAMS_PER_SM * kit.device_facts(rows.device).multiprocessors // blocks))
-    _start("scale_kernel", programs, 8, (stride, V), gradient=rows, dloss=factor)(stride, M, V, block)
+    _start("scale_kernel", programs, 8, (stride, M, V, block), (stride, V), gradient=rows, dloss=factor)
 
 
 def _line(M: int) -> int:
@@ -541,11 +526,11 @@ def _line(M: int) -> int:
 _ROWS = ("logits", "gradient")  # of Pointers, whose strides the kernels are told
 
 
-def _start(kernel: str, programs: int, warps: int, compiled: tuple, **pointers: Tensor | None) -> Callable[..., None]:
-    """A function of the kernel's numbers, which starts it. compiled: those of them that it is compiled for."""
+def _start(kernel: str, programs: int, warps: int, numbers: tuple, compiled: tuple, **pointers: Tensor | None) -> None:
+    """compiled: those of the kernel's numbers that it is compiled for."""
     p = kit.kernels("cross_entropy").Pointers(**pointers)
     device = next(t.device for t in pointers.values() if t is not None)
-    return partial(_launcher(kernel, device, kit.dtypes_of(p), max(1, warps), *compiled), programs, p)
+    _launcher(kernel, device, kit.dtypes_of(p), max(1, warps), *compiled)(programs, p, *numbers)
 
 
 @kit.memoised

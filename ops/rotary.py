@@ -9,7 +9,6 @@ arXiv:2302.05442. Pair i is the features i and i + R/2 (the half-split layout of
 2i and 2i + 1 (the paper's, of GPT-J and of Meta's own Llama checkpoints). Features from R on are not turned.
 """
 
-from collections import namedtuple
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import gcd, prod
@@ -211,12 +210,8 @@ class Outputs(NamedTuple):
     v: Tensor | None  # a view of x, where x is packed
 
 
-# Without a norm, x and k are None in backward.
-Backward = namedtuple("Backward", ("dq", "dk", "dv", *Inputs._fields))  # type: ignore[misc]
-
-
 class Rotary(kit.Op):
-    name, Inputs, Options, Outputs, Backward = "rotary", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Outputs = "rotary", Inputs, Options, Outputs
     materialize = True
 
     def function(self, given, o):
@@ -243,7 +238,7 @@ class Rotary(kit.Op):
 
     def kept(self, of, o, needs):
         kept = super().kept(of, o, needs)
-        return kept if o.norm != Norm.none else kept | {"x": None, "k": None}
+        return kept if o.norm != Norm.none else kept | {"x": None, "k": None}  # nothing is computed of them
 
     def wanted(self, of, o, needs, given):
         return super().wanted(of, o, (True, True, *needs[2:]), given)  # a kernel writes the gradients of both
@@ -276,8 +271,8 @@ class Rotary(kit.Op):
         @kit.memoised
         def compiled(layout):
             how = _variant(o, work, tile, dtype, device, layout, PACKED=packed)
-            strided = ("x", "k", "cos", "sin")
-            return _launcher(kernels.rotary_forward_kernel, kernels.ForwardPointers, strided, tile, device), how
+            kernel, record, strided = kernels.rotary_forward_kernel, kernels.ForwardPointers, ("x", "k", "cos", "sin")
+            return kit.Launcher(kernel, record, device, strided, early=True, num_warps=tile.warps), how
 
         @kit.memoised
         def placed(where, angles):
@@ -310,10 +305,13 @@ class Rotary(kit.Op):
         @kit.memoised
         def compiled(layout):
             how = _variant(o, work, tile, dtype, device, layout, PACKED=packed, STAGES=tile.stages, WANTED=sums)
-            strided = ("dq", "dk", "dv", "x", "k", "cos", "sin")
-            start = _launcher(kernels.rotary_backward_kernel, kernels.BackwardPointers, strided, tile, device)
+            strided, kernel = ("dq", "dk", "dv", "x", "k", "cos", "sin"), kernels.rotary_backward_kernel
+            start = kit.Launcher(
+                kernel, kernels.BackwardPointers, device, strided, early=True, num_warps=tile.warps, maxnreg=tile.registers
+            )
             record, blocks = kernels.WeightGradients, -(-D // block)
-            return start, _launcher(kernels.finish_rotary_weights_kernel, record, (), Tile(0, 4), device, blocks), how
+            finish = kit.Launcher(kernels.finish_rotary_weights_kernel, record, device, (), blocks, early=True, num_warps=4)
+            return start, finish, how
 
         @kit.memoised
         def placed(where, angles):
@@ -332,9 +330,7 @@ class Rotary(kit.Op):
             dq, dk, dv, x, k, cos, sin, positions, q_weight, _, k_weight, _ = b
             gradients = self.gradients(b, o, wanted)
             if dq.numel() == 0:
-                for gradient in kit.present(gradients):
-                    gradient.zero_()  # those of weights have elements
-                return gradients
+                return kit.zeroed(gradients)
             rows, angles, found = _found(placed, (dq, dk, dv, x, k), (cos, sin))
             start, programs, numbers, finish, finish_numbers = found
             dx, dk_in, _, _, _, *weights = gradients
@@ -512,15 +508,6 @@ def _variant(
         EARLY_START=kit.device_facts(device).since_sm_90,
         **more,
     )
-
-
-def _launcher(
-    kernel: Any, record: type, strided: tuple[str, ...], tile: Tile, device: torch.device, programs_y: int = 1
-) -> kit.Launcher:
-    return kit.Launcher(
-        kernel, record, device, strided=strided, programs_y=programs_y, num_warps=tile.warps, maxnreg=tile.registers,
-        launch_pdl=kit.device_facts(device).since_sm_90 or None,
-    )  # fmt: skip
 
 
 # ---- reference --------------------------------------------------------------------------------------------------------------

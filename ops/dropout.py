@@ -75,14 +75,10 @@ class Dropout(kit.Op):
         return "seeded_dropout"
 
     def outputs(self, i, o):
-        return kit.Output(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else i.x.dtype))
-
-    def gradients(self, b, o, wanted):
-        return self.Gradients(b.dy.new_empty(b.dy.shape), None)
+        return kit.Output(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else None))
 
     def start(self, i, o):
-        kernels = kit.kernels("dropout")
-        N, dtype = i.x.shape[1], torch.bool if o.mask else i.x.dtype
+        kernels, N = kit.kernels("dropout"), i.x.shape[1]
         block_n = min(1024, max(16, 1 << (N - 1).bit_length()))
         rows, blocks = 2048 // block_n, -(-N // block_n)
         numbers = (drop_threshold(o.p), keep_scale(o.p), N, o.stream, rows, block_n)
@@ -91,7 +87,7 @@ class Dropout(kit.Op):
         def run(i):
             x, seed = i
             M, _ = x.shape
-            y = x.new_empty((M, N), dtype=dtype)
+            y = x.new_empty((M, N), dtype=torch.bool if o.mask else None)
             launch(-(-M // rows) * blocks, (None if o.mask else x, y), seed, M, *numbers)
             return (y,)
 

@@ -159,15 +159,14 @@ def linear_cross_entropy_fn(
 
 
 def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_loss: Any, label_smoothing: Any) -> Options:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(_REDUCTIONS)}")
+    reduction = checks.as_choice(name, "reduction", reduction, _REDUCTIONS)
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
     above = "a finite number above 0, or None for none"
     cap = 0.0 if softcap is None else checks.as_number(name, "softcap", softcap, above, lambda c: 0.0 < c < math.inf)
     z_loss = checks.as_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
     label_smoothing = checks.as_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
-    return Options(_REDUCTIONS[reduction], ignore_index, cap, z_loss, label_smoothing)
+    return Options(reduction, ignore_index, cap, z_loss, label_smoothing)
 
 
 def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:
@@ -205,10 +204,10 @@ class Outputs(NamedTuple):
 
 class CrossEntropy(kit.Op):
     name, Inputs, Options, Outputs = "cross_entropy", Inputs, Options, Outputs
-    Backward = namedtuple("Backward", "dtotal logits targets stats scale")  # in place, the logits are their gradient
+    Backward = namedtuple("Backward", "dtotal stats scale logits targets")  # in place, the logits are their gradient
 
     def width(self, tensors):
-        return next(t for t in tensors if t.dim() == 2).shape[1]  # the logits
+        return tensors[-2].shape[1]  # of the logits, before the targets
 
     def written(self, given, o):
         return ["total", *["stats"] * (not o.in_place), *["scale"] * (o.reduction == Reduction.mean and not o.in_place)]
@@ -217,16 +216,10 @@ class CrossEntropy(kit.Op):
         return ["total"]
 
     def outputs(self, i, o):
-        shapes = {
-            "total": i.targets.shape if o.reduction == Reduction.none else (),
-            "stats": (i.logits.shape[0], 2),
-            "scale": (1,),
-        }
-        written = self.written((), o)
-        return kit.fill(Outputs, written, [i.logits.new_empty(shapes[name], dtype=torch.float32) for name in written])
-
-    def gradients(self, b, o, wanted):
-        return self.Gradients(torch.empty(b.logits.shape, dtype=b.logits.dtype, device=b.logits.device), None)
+        total = i.targets.shape if o.reduction == Reduction.none else ()
+        shapes = {"total": total, "stats": (i.logits.shape[0], 2), "scale": (1,)}
+        written = {name: i.logits.new_empty(shapes[name], dtype=torch.float32) for name in self.written((), o)}
+        return kit.fill(Outputs, written, written.values())
 
     def start(self, i, o):
         losses = losses_of(i.logits.shape[1], i.logits.dtype, i.logits.device, o, o.in_place)
@@ -246,17 +239,21 @@ class CrossEntropy(kit.Op):
     def start_backward(self, b, o, wanted):
         """In place the logits [M, V] are a view of what forward has overwritten. Autograd itself refuses a second backward, as
         their version that forward has saved is gone."""
-        write = gradient_of(b.logits.shape[1], b.logits.dtype, b.logits.device, o)
+        kernels, V, dtype = kit.kernels("cross_entropy"), b.logits.shape[1], b.logits.dtype
+        tile = replace(streaming_tile(V, dtype.itemsize), held=0)
+        per_row, group = o.reduction == Reduction.none, tile.group * tile.block
+        launch = _on_rows(kernels.cross_entropy_gradient_kernel, V, dtype, b.logits.device, o, tile, True, per_row)
 
         def run(b):
-            dtotal, logits, targets, stats, scale = b
+            dtotal, stats, scale, logits, targets = b
             if o.in_place:
                 logits = logits.detach()
                 multiply(logits, dtotal)
                 torch.autograd.graph.increment_version(logits)
                 return logits, None
             out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-            write(dtotal, logits, targets, stats, scale, out)
+            p = kernels.Pointers(dense(logits), out, targets, stats=stats, scale=scale, dloss=dtotal)
+            launch(p, lambda columns: -(-columns // group))
             return out, None
 
         return run
@@ -437,19 +434,6 @@ def losses_of(V: int, dtype: torch.dtype, device: torch.device, o: Options, over
         return loss
 
     return losses
-
-
-def gradient_of(V: int, dtype: torch.dtype, device: torch.device, o: Options) -> Callable[..., None]:
-    """Writes the gradient of logits [M, V] into `out`."""
-    kernels, tile = kit.kernels("cross_entropy"), replace(streaming_tile(V, dtype.itemsize), held=0)
-    per_row, group = o.reduction == Reduction.none, tile.group * tile.block
-    launch = _on_rows(kernels.cross_entropy_gradient_kernel, V, dtype, device, o, tile, True, per_row)
-
-    def write(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor | None, out: Tensor) -> None:
-        p = kernels.Pointers(dense(logits), out, targets, stats=stats, scale=scale, dloss=dloss)
-        launch(p, lambda columns: -(-columns // group))
-
-    return write
 
 
 def _on_rows(

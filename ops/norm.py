@@ -237,9 +237,9 @@ def _into_buffers(inputs: tuple, plan: "Plan", eager: bool, out: Tensor | None, 
     if plan.kernels and eager and not _trains((*inputs, out, residual_out)):
         options = options._replace(store_residual=plan.prenorm or residual_out is not None)
         buffers = {name: buffer for name, buffer in (("y", out), ("r", residual_out)) if buffer is not None}
-        key = plan, options.store_residual
-        run = kit.recall(key) or kit.remember(key, NORM.start(Inputs._make(inputs), options))
-        outputs = run(inputs, buffers)
+        key = plan, options.store_residual, *buffers
+        run = kit.recall(key) or kit.remember(key, NORM.start(Inputs._make(inputs), options, [*buffers]))
+        outputs = run(inputs, buffers.values())
         torch.autograd.graph.increment_version(buffers.values())
         return outputs
     # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
@@ -377,10 +377,8 @@ class Plan:
         without_norm = norm == Norm.none and operands.weight is None and operands.bias is None
         self.y_is_r = without_norm and not self.r_is_x and out_dtype == residual_dtype
         returns_y1 = operands.weight1 is not None or operands.bias1 is not None
-        results = [
-            *["y"], *["y1"] * returns_y1, *["r"] * self.prenorm, *["mask", "mask1"] * self.returns_masks,
-            *["rms", "peak"] * return_statistics,
-        ]  # fmt: skip
+        results = ["y", *["y1"] * returns_y1, *["r"] * self.prenorm]
+        results += [*["mask", "mask1"] * self.returns_masks, *["rms", "peak"] * return_statistics]
         self.results = kit.picker(results, Outputs._fields) if len(results) > 1 else itemgetter(0)
         self.options = Options(
             eps=eps,
@@ -402,9 +400,9 @@ class Plan:
             self.recorded = self.options._replace(store_residual=True)
         if eager and self.kernels:
             i = operands._replace(seed=torch.empty(1, dtype=torch.int64) if drops else None)
-            self.run = NORM.start(i, self.options)
-            if any(t is not None and t.requires_grad for t in i):
-                self.trained = kit.Call(NORM, self.recorded, i, tuple([t is not None and t.requires_grad for t in i]))
+            self.run, needs = NORM.start(i, self.options), tuple([t is not None and t.requires_grad for t in i])
+            if True in needs:
+                self.trained = kit.Call(NORM, self.recorded, i, needs)
 
 
 def _reads_r(norm: Norm, of: Any) -> bool:
@@ -479,7 +477,8 @@ class FusedNorm(kit.Op):
                 wanted[f"d{name}"] = getattr(of, name)
         return Gradients(**wanted), sources
 
-    def start(self, i, o):
+    def start(self, i, o, buffers=()):
+        """buffers: the outputs that are brought to each call, contiguous; r may be the residual itself."""
         kernels, N, device = kit.kernels("forward"), i.x.shape[-1], i.x.device
         rows = (i.x, i.residual, i.x1)
         weights = [getattr(i, name) for name in WEIGHTS]
@@ -495,18 +494,14 @@ class FusedNorm(kit.Op):
         variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(o.residual_dtype), EARLY_START=early)
         numbers = (o.eps, *_dropout_numbers(o), tile.prefetch_programs, variant)
         launch = kit.Launcher(kernels.norm_forward_kernel, kernels.Pointers, device, early=True, num_warps=tile.warps)
-        rows_of_tile, outputs = tile.rows, outputs_of(names_of(i), o)
-        kinds, complete = [*outputs.values()], kit.picker(Outputs._fields, [*outputs])
+        rows_of_tile = tile.rows
+        made = {name: kind for name, kind in outputs_of(names_of(i), o).items() if name not in buffers}
+        complete, kinds = kit.picker(Outputs._fields, [*made, *buffers]), [*made.values()]
 
-        def run(i, buffers=None):
-            """buffers: contiguous, for y and r; that for r may be the residual itself."""
+        def run(i, brought=()):
             x = i[0]
             M = x.numel() // N
-            if buffers is None:
-                found = empty_outputs(x, kinds, M)
-            else:
-                found = [buffers[name] if name in buffers else empty_outputs(x, [kind], M)[0] for name, kind in outputs.items()]
-            written = complete((*found, None))
+            written = complete((*empty_outputs(x, kinds, M), *brought, None))
             launch(-(-M // rows_of_tile), (*i[:-1], *written), i[-1], M, *numbers)
             return written
 

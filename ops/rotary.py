@@ -218,7 +218,9 @@ class Rotary(kit.Op):
         return "rotary_qk_fn" if "k" in given else "rotary_qkv_fn"
 
     def width(self, tensors):
-        return tensors[0].shape[-1], *_turned_and_per_head(tensors[-7], tensors[-4:])  # of Inputs, with which Backward ends
+        *_, cos, _, _, q_weight, q_bias, k_weight, k_bias = tensors  # with the inputs Backward ends too
+        per_head = any(t is not None and t.dim() == 2 for t in (q_weight, q_bias, k_weight, k_bias))  # all are, or none is
+        return tensors[0].shape[-1], 0 if cos is None else 2 * cos.shape[-1], per_head
 
     def written(self, given, o):
         return ["q", "k"]
@@ -263,7 +265,7 @@ class Rotary(kit.Op):
     def start(self, i, o):
         kernels, x, k = kit.kernels("rotary"), i.x, i.k
         D = x.shape[-1] if k is not None else x.shape[-1] // (o.heads + 2 * o.kv_heads)
-        work = Work(D, *_turned_and_per_head(i.cos, i[5:]))
+        work = Work(D, *self.width(i)[1:])
         tile = forward_tile(x.itemsize)
         (q_parts, q_shared), (k_parts, k_shared) = _parts(o, work)
         rows_of_tile, dtype, device, packed = _tile_rows(work, tile), x.dtype, x.device, k is None
@@ -380,11 +382,6 @@ class Work(NamedTuple):
     D: int  # features of a head
     R: int  # those that are turned
     per_head: bool  # each head has weights of its own
-
-
-def _turned_and_per_head(cos: Tensor | None, weights: Sequence[Tensor | None]) -> tuple[int, bool]:
-    """R and per_head of Work. Weights and biases are all by head, or none is."""
-    return 0 if cos is None else 2 * cos.shape[-1], any(t is not None and t.dim() == 2 for t in weights)
 
 
 MOST_ROWS = 2**30  # of a sequence: the kernels count them in 32 bits, and those of the tiles behind its end

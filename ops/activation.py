@@ -1,6 +1,8 @@
 """The activation of a gated MLP and its product with the value, as in SwiGLU and GEGLU."""
 
+from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +45,7 @@ def gated_activation_fn(x: Tensor, value: Tensor | None = None, activation: str 
 
 def _check(inputs: tuple, activation: Any) -> tuple[tuple, "Options", bool]:
     name, (x, value) = "gated_activation_fn", inputs
-    kernels, dtypes = checks.kernels_for(x, but_fp64=True)
-    checks.check_input(name, x, checks.REFERENCE_DTYPES)
+    kernels, dtypes = checks.check_input(name, x, takes_fp64=True)
     if value is None and x.shape[-1] % 2:
         raise ValueError(f"{name}: without value, x is gate and value side by side; it has an odd {x.shape[-1]} columns")
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, value=value)
@@ -76,14 +77,8 @@ class Options(NamedTuple):
     activation: Activation
 
 
-class Backward(NamedTuple):
-    dy: Tensor
-    x: Tensor
-    value: Tensor | None
-
-
 class GatedActivation(kit.Op):
-    name, Inputs, Options, Backward = "gated_activation", Inputs, Options, Backward
+    name, Inputs, Options = "gated_activation", Inputs, Options
 
     def width(self, tensors):
         i = tensors[-2:]  # the inputs, with which Backward ends
@@ -94,25 +89,11 @@ class GatedActivation(kit.Op):
 
     def start(self, i, o):
         kernels = kit.kernels("activation")
-        launch = _launch(kernels.gated_activation_kernel, kernels.Pointers, i, o)
-
-        def run(i):
-            outputs = self.outputs(i, o)
-            launch(outputs.y, (), i, outputs)
-            return outputs
-
-        return run
+        return _run(kernels.gated_activation_kernel, kernels.Pointers, i, o, partial(self.outputs, o=o))
 
     def start_backward(self, b, o, wanted):
-        kernels = kit.kernels("activation")
-        launch = _launch(kernels.gated_activation_backward_kernel, kernels.BackwardPointers, b[1:], o)
-
-        def run(b):
-            gradients = self.gradients(b, o, wanted)
-            launch(b[0], b[:1], b[1:], gradients)
-            return gradients
-
-        return run
+        kernels, allocated = kit.kernels("activation"), partial(self.gradients, o=o, wanted=wanted)
+        return _run(kernels.gated_activation_backward_kernel, kernels.BackwardPointers, b[1:], o, allocated)
 
 
 gated_activation = GatedActivation()
@@ -123,24 +104,25 @@ WARPS = 4
 TILE = 2  # vectors of a tensor in a thread
 
 
-def _launch(kernel: Any, record: type, i: Any, o: Options) -> Any:
-    """A function of a tensor of y's shape and of the tensors of the record: those before the inputs, the inputs, and those
-    behind."""
-    N, vector = _columns(i), 16 // max(t.itemsize for t in i if t is not None)
+def _run(kernel: Any, record: type, i: Any, o: Options, allocated: Callable[[tuple], tuple]) -> kit.Run:
+    """Of tensors that end with the inputs; `allocated` returns those that the kernel writes."""
+    N, vector, width = _columns(i), 16 // max(t.itemsize for t in i if t is not None), i[0].shape[-1]
     block_n = min(1024, max(16, 1 << (N - 1).bit_length()))
     while block_n > 128 and -(-N // block_n) * block_n > 1.1 * N:  # columns of a tile that are not there
         block_n //= 2
     rows, blocks = max(1, 32 * WARPS * TILE * vector // block_n), -(-N // block_n)
     how = (int(o.activation), i[1] is None, rows, block_n, vector, *kit.steps(i))
     variant = kit.kernels("activation").ActivationVariant(N, *how)
-    start = kit.Launcher(kernel, record, i[0].device, strided=("x", "value"), num_warps=WARPS)
+    launch = kit.Launcher(kernel, record, i[0].device, strided=("x", "value"), num_warps=WARPS)
 
-    def launch(y: Tensor, before: tuple, i: Any, behind: Any) -> None:
-        M = y.numel() // N
-        (x, value), numbers = kit.placed(i)
-        start(-(-M // rows) * blocks, (*before, x, value, *behind), M, *numbers[::2], variant)
+    def run(tensors: tuple) -> tuple:
+        *before, x, value = tensors
+        found, M = allocated(tensors), x.numel() // width
+        (x, value), numbers = kit.placed((x, value))
+        launch(-(-M // rows) * blocks, (*before, x, value, *found), M, *numbers[::2], variant)
+        return found
 
-    return launch
+    return run
 
 
 def _columns(i: Any) -> int:

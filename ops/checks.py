@@ -33,19 +33,20 @@ def as_norm(norm: Any, argument: str = "norm") -> Norm:
         raise ValueError(f"norm_fn: {argument} is {norm!r}, accepted: {', '.join(kind.name for kind in Norm)}") from None
 
 
-def kernels_for(x: Any, but_fp64: bool = False) -> tuple[bool, tuple[torch.dtype, ...]]:
-    """Whether a call with x goes through kernels, and the dtypes that it accepts. but_fp64: an x in fp64 is for PyTorch's
-    operations, also on a GPU."""
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
-    kernels = kernels and not (but_fp64 and x.dtype == torch.float64)
+def kernels_for(x: Tensor) -> tuple[bool, tuple[torch.dtype, ...]]:
+    """Whether a call with x goes through kernels, and the dtypes that it accepts."""
+    kernels = runs_kernels(x.device) and not transformed_by_func()
     return kernels, KERNEL_DTYPES if kernels else REFERENCE_DTYPES
 
 
-def check_input(name: str, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
+def check_input(name: str, x: Tensor, takes_fp64: bool = False) -> tuple[bool, tuple[torch.dtype, ...]]:
+    """`kernels_for` x (..., N). takes_fp64: an x in fp64 goes through PyTorch's operations, also on a GPU."""
     check_tensor(name, "x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected (..., N) with N ≥ 1")
-    check_dtype(name, "x", x, accepted)
+    kernels, dtypes = kernels_for(x)
+    check_dtype(name, "x", x, REFERENCE_DTYPES if takes_fp64 else dtypes)
+    return (False, REFERENCE_DTYPES) if x.dtype == torch.float64 else (kernels, dtypes)
 
 
 def check_operands(

@@ -1,5 +1,6 @@
 """Dropout by itself, with the masks of the norms: for models that are not fused and must drop the same elements."""
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
         seed: an int or a one-element int64 tensor on x's device.
     """
     name = "seeded_dropout"
-    kernels, dtypes = checks.kernels_for(x)
-    checks.check_input(name, x, dtypes)
+    kernels, _ = checks.check_input(name, x)
     p = checks.as_dropout_p(name, "p", p)
     checks.check_mask(name, seed, stream, x.device)
     if p == 0.0:
@@ -65,28 +65,20 @@ class Options(NamedTuple):
     mask: bool = False  # the mask is written, not what it leaves of x
 
 
-class Backward(NamedTuple):
-    dy: Tensor
-    seed: Tensor
-
-
 class Dropout(kit.Op):
     """Its own backward, since dx = dropout(dy) with the same mask."""
 
-    name, Inputs, Options, Backward = "dropout", Inputs, Options, Backward
+    name, Inputs, Options = "dropout", Inputs, Options
+    Backward = namedtuple("Backward", "dy seed")
 
     def function(self, given, o):
         return "seeded_dropout"
 
     def outputs(self, i, o):
-        return kit.Output(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else i.x.dtype))
-
-    def gradients(self, b, o, wanted):
-        return self.Gradients(b.dy.new_empty(b.dy.shape), None)
+        return kit.Output(i.x.new_empty(i.x.shape, dtype=torch.bool if o.mask else None))
 
     def start(self, i, o):
-        kernels = kit.kernels("dropout")
-        N, dtype = i.x.shape[1], torch.bool if o.mask else i.x.dtype
+        kernels, N = kit.kernels("dropout"), i.x.shape[1]
         block_n = min(1024, max(16, 1 << (N - 1).bit_length()))
         rows, blocks = 2048 // block_n, -(-N // block_n)
         numbers = (drop_threshold(o.p), keep_scale(o.p), N, o.stream, rows, block_n)
@@ -95,7 +87,7 @@ class Dropout(kit.Op):
         def run(i):
             x, seed = i
             M, _ = x.shape
-            y = x.new_empty((M, N), dtype=dtype)
+            y = x.new_empty((M, N), dtype=torch.bool if o.mask else None)
             launch(-(-M // rows) * blocks, (None if o.mask else x, y), seed, M, *numbers)
             return (y,)
 

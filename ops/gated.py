@@ -44,30 +44,26 @@ def gated_rms_norm_fn(
     Raises:
         ValueError, TypeError: an argument that is not as above.
     """
-    request = (eps, norm_before_gate, group_size, activation, zero_centered_weight, out_dtype)
+    request = (out_dtype, eps, norm_before_gate, group_size, activation, zero_centered_weight)
     return gated_norm.checked(_check, reference, (x, z, weight), request)[0]
 
 
-def _check(inputs: tuple, eps: Any, before: Any, group: Any, activation: Any, centred: Any, out_dtype: Any) -> tuple:
+def _check(inputs: tuple, out_dtype: Any, *request: Any) -> tuple[tuple, "Options", bool]:
     name, (x, z, weight) = "gated_rms_norm_fn", inputs
-    kernels, dtypes = checks.kernels_for(x, but_fp64=True)
-    checks.check_input(name, x, checks.REFERENCE_DTYPES)
-    width = x.shape[-1]
+    kernels, dtypes = checks.check_input(name, x, takes_fp64=True)
     checks.check_tensor(name, "z", z)
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, z=z)
-    checks.check_operands(name, x, dtypes, ((width,),), checks.LAST_OF_X, weight=weight)
+    checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, weight=weight)
     out_dtype = checks.as_out_dtype(name, out_dtype, x, dtypes)
-    return inputs, _options(name, width, out_dtype, eps, before, group, activation, centred), kernels
+    return inputs, _options(name, x.shape[-1], out_dtype, *request), kernels
 
 
-def _options(
-    name: str, width: int, out_dtype: Any, eps: Any, before: Any, group: Any, activation: Any, centred: Any
-) -> "Options":
+def _options(name: str, width: int, out_dtype: Any, eps: Any, before: Any, group: Any, gate: Any, centred: Any) -> "Options":
     """width: how many columns x has; out_dtype: None where it is not yet known."""
     group = width if group is None else checks.as_size(name, "group_size", group, 1)
     if width % group:
         raise ValueError(f"{name}: group_size is {group}, expected a divisor of the {width} columns of x")
-    gate = checks.as_choice(name, "activation", activation, GATES)
+    gate = checks.as_choice(name, "activation", gate, GATES)
     flags = checks.as_flags(name, norm_before_gate=before, zero_centered_weight=centred)
     return Options(checks.as_eps(name, eps), group, gate, out_dtype=out_dtype, **flags)
 
@@ -99,8 +95,7 @@ class GatedRMSNorm(nn.Module):
 def reference(i: tuple[Tensor, Tensor, Tensor | None], o: "Options") -> kit.Output:
     """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64."""
     x, z, weight = i
-    wide = torch.promote_types(torch.promote_types(x.dtype, z.dtype), torch.float32)
-    wide = wide if weight is None else torch.promote_types(wide, weight.dtype)
+    wide = torch.float64 if torch.float64 in kit.dtypes_of(i) else torch.float32
     a = torch.sigmoid(z.to(wide)) if o.activation == Gate.sigmoid else nn.functional.silu(z.to(wide))
     h = x.to(wide) if o.norm_before_gate else x.to(wide) * a
     groups = h.unflatten(-1, (-1, o.group_size))
@@ -127,67 +122,55 @@ class Options(NamedTuple):
     out_dtype: torch.dtype
 
 
-class Backward(NamedTuple):
-    dy: Tensor
-    x: Tensor
-    z: Tensor
-    weight: Tensor | None
-
-
 class GatedNorm(kit.Op):
-    name, Inputs, Options, Backward = "gated_rms_norm", Inputs, Options, Backward
+    name, Inputs, Options = "gated_rms_norm", Inputs, Options
 
     def width(self, tensors):
         x, z, _ = tensors[-3:]  # the inputs, with which Backward ends
-        return x.shape[-1], _steps(x, z)
-
-    def outputs(self, i, o):
-        return kit.Output(i[0].new_empty(i[0].shape, dtype=o.out_dtype))
+        inner = _inner(x, z)
+        return x.shape[-1], inner > 1, *kit.steps((x, z), inner)
 
     def start(self, i, o):
-        kernels, facts = kit.kernels("gated"), kit.device_facts(i.x.device)
-        weight_bytes = 0 if i.weight is None else i.weight.itemsize
-        tile = forward_tile(o.group_size, Work(vector_of(*i[:2], o.out_dtype), bytes_of(*i[:2]), 1, weight_bytes), facts)
-        variant, groups, pdl = _variant(i, o, tile, facts)
-        launch = kit.Launcher(
-            kernels.gated_norm_kernel, kernels.Pointers, i.x.device, ("x", "z"), num_warps=tile.warps, launch_pdl=pdl
-        )
+        kernels, facts, rows = kit.kernels("gated"), kit.device_facts(i.x.device), i[:2]
+        work = Work(vector_of(*rows, o.out_dtype), bytes_of(*rows), 1, bytes_of(i.weight))
+        tile = forward_tile(o.group_size, work, facts)
+        launch, groups, variant = _launch(kernels.gated_norm_kernel, kernels.Pointers, i, o, tile)
 
         def run(i):
+            x, z, weight = i
             (y,) = outputs = self.outputs(i, o)
-            M = y.numel() // y.shape[-1]
-            (x, z), steps = _placed(*i[:2])
-            launch(-(-M // tile.rows) * groups, (x, z, i[2], y), M, o.eps, *steps, variant)
+            M, inner = y.numel() // y.shape[-1], _inner(x, z)
+            (x, z), apart = kit.placed((x, z), inner)
+            launch(-(-M // tile.rows) * groups, (x, z, weight, y), M, o.eps, inner, *apart, variant)
             return outputs
 
         return run
 
     def start_backward(self, b, o, wanted):
         kernels, facts, N = kit.kernels("gated"), kit.device_facts(b.x.device), b.x.shape[-1]
-        sums = wanted.dweight is not None
-        written = [dtype for dtype in wanted[:2] if dtype]
-        tile = _backward_tile(o.group_size, vector_of(*b[:3], *written), bytes_of(*b[:3]), bytes_of(*written), facts)
-        variant, groups, pdl = _variant(Inputs(*b[1:]), o, tile, facts, STAGES=tile.stages, WANTED=(sums,))
-        launch = kit.Launcher(
-            kernels.gated_norm_backward_kernel, kernels.BackwardPointers, b.x.device, ("x", "z"), num_warps=tile.warps,
-            launch_pdl=pdl,
-        )  # fmt: skip
+        rows, written, sums = b[:3], wanted[:2], wanted.dweight is not None
+        tile = _backward_tile(o.group_size, vector_of(*rows, *written), bytes_of(*rows), bytes_of(*written), facts)
+        launch, groups, variant = _launch(
+            kernels.gated_norm_backward_kernel, kernels.BackwardPointers, b, o, tile, STAGES=tile.stages, WANTED=(sums,)
+        )
         most = max(1, facts.multiprocessors * tile.programs_per_sm // groups)
         finish = finishing(b.x.device, N, int(sums), most)
 
         def run(b):
             dy, x, z, weight = b
-            dx, dz = (dtype and dy.new_empty(dy.shape, dtype=dtype) for dtype in wanted[:2])
-            M = dy.numel() // N
-            dweight = wanted.dweight and (dy.new_empty if M else dy.new_zeros)(N, dtype=wanted.dweight)
+            dx, dz, dweight = gradients = self.gradients(b, o, wanted)
+            M, inner = dy.numel() // N, _inner(x, z)
+            if M == 0:
+                return kit.zeroed(gradients)
             tiles = -(-M // tile.rows)
             programs = min(tiles, most)
             partials = dy.new_empty(programs * N, dtype=torch.float32) if sums else None
-            (x, z), steps = _placed(x, z)
-            launch(programs * groups, (dy, x, z, weight, dx, dz, partials), M, o.eps, *steps, tiles, variant)
-            if sums and M:
+            (x, z), apart = kit.placed((x, z), inner)
+            tensors = (dy, x, z, weight, dx, dz, partials)
+            launch(programs * groups, tensors, M, o.eps, inner, *apart, tiles, variant)
+            if sums:
                 finish(programs, (partials, dweight, *[None] * 5))
-            return dx, dz, dweight
+            return gradients
 
         return run
 
@@ -206,31 +189,19 @@ def _backward_tile(n: int, vector: int, row_bytes: int, written_bytes: int, fact
     return replace(tile, warps=tile.warps * (2 if n > 24 * 32 * tile.warps else 1), stages=max(3, tile.stages))
 
 
-def _variant(i: Inputs, o: Options, tile: Tile, facts: Device, **more: Any) -> tuple[Any, int, bool | None]:
-    """With how many groups there are, and whether a launch may begin before the one ahead has ended."""
-    (two_levels, x_step, z_step), groups = _steps(i.x, i.z), i.x.shape[-1] // o.group_size
+def _launch(kernel: Any, record: type, i: Any, o: Options, tile: Tile, **more: Any) -> tuple[kit.Launcher, int, Any]:
+    """For Inputs or Backward: what starts the kernel, how many groups there are, the variant."""
+    early, groups = kit.device_facts(i.x.device).since_sm_90, i.x.shape[-1] // o.group_size
+    _, two_levels, x_step, z_step = gated_norm.width(i)  # in steps: these divide the distances between rows
     variant = kit.kernels("gated").GatedVariant(
         o.group_size, groups, o.norm_before_gate, o.activation == Gate.sigmoid, float(o.zero_centered_weight), tile.rows,
-        tile.block_n, vector_of(*i[:2], o.out_dtype), x_step, z_step, two_levels, tile.looped, EARLY_START=facts.since_sm_90,
+        tile.block_n, vector_of(i.x, i.z, o.out_dtype), x_step, z_step, two_levels, tile.looped, EARLY_START=early,
         AGAIN=tile.warps > 8 and not tile.looped, **more,
     )  # fmt: skip
-    return variant, groups, facts.since_sm_90 or None
-
-
-def _steps(x: Tensor, z: Tensor) -> tuple[bool, int, int]:
-    """What kernels are compiled for: whether rows lie at two distances, and the steps of x's and z's, which divide those."""
-    inner = _inner(x, z)
-    x_step, z_step = kit.steps((x, z), inner)
-    return inner > 1, x_step, z_step
-
-
-def _placed(x: Tensor, z: Tensor) -> tuple[list[Any], tuple[int, ...]]:
-    """Both, copied where their rows lie in yet another way; how many rows lie at the inner distance, and all in steps."""
-    inner = _inner(x, z)
-    found, numbers = kit.placed((x, z), inner)
-    return found, (inner, *numbers)
+    return kit.Launcher(kernel, record, i.x.device, ("x", "z"), early=True, num_warps=tile.warps), groups, variant
 
 
 def _inner(x: Tensor, z: Tensor) -> int:
+    """How many rows lie at the inner of two distances."""
     flat = x.dim() < 3 or x.numel() == 0 or (kit.distances(x, 1)[0] and kit.distances(z, 1)[0])
     return 1 if flat else x.shape[-2]

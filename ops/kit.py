@@ -53,6 +53,33 @@ except RuntimeError as error:
 
 Run = Callable[[tuple], tuple]  # of tensors in the order of one record: tensors in the order of another
 
+MOST = 4096  # of what is remembered; beyond, all is forgotten and worked out anew
+_memo: dict[Any, Any] = {}
+recall = _memo.get
+
+
+def remember(key: Any, value: Any) -> Any:
+    if len(_memo) >= MOST:
+        _memo.clear()
+    _memo[key] = value
+    return value
+
+
+def memoised(make: Callable) -> Callable:
+    """make, each of whose results is remembered."""
+    own = object()
+
+    def found(*arguments: Any) -> Any:
+        key = own, *arguments
+        return recall(key) or remember(key, make(*arguments))
+
+    return found
+
+
+def forget() -> None:
+    """After `kernels.INTERPRET` changed."""
+    _memo.clear()
+
 
 class Output(NamedTuple):
     """Outputs of an operator that returns one tensor."""
@@ -68,8 +95,9 @@ class Op:
     Inputs: Any  # NamedTuple of tensors; the first is always there
     Options: Any  # NamedTuple of float, int, bool, torch.dtype and enums, with which all is said that is no tensor
     Outputs: Any = Output  # NamedTuple of tensors
-    # NamedTuple: the gradients "dX" of those outputs X that have one, first, then inputs and outputs that backward needs.
-    Backward: Any
+    # NamedTuple: the gradients "dX" of those outputs X that have one, first, then inputs and outputs that backward needs; by
+    # default a field "dX" for each output X, then Inputs.
+    Backward: Any = None
     Gradients: Any = None  # NamedTuple; by default a field "dX" for each input X
     materialize = False  # whether backward gets zeros as the gradient of an output that nobody used, instead of None
 
@@ -84,8 +112,8 @@ class Op:
                 return t.shape[-1]
 
     def outputs(self, i: Any, o: Any) -> Any:
-        """Outputs, allocated: all that forward writes."""
-        raise NotImplementedError
+        """Outputs, allocated: all that forward writes. By default one like the first input, in o.out_dtype if there is that."""
+        return Output(i[0].new_empty(i[0].shape, dtype=getattr(o, "out_dtype", None)))
 
     def start(self, i: Any, o: Any) -> Run:
         """Forward for tensors of the kinds of i, from Inputs to Outputs."""
@@ -118,8 +146,8 @@ class Op:
         """The options of a forward whose inputs `needs` have a gradient; of: dtypes of the inputs."""
         return o
 
-    def kept(self, of: Any, o: Any, needs: tuple[bool, ...]) -> dict[str, str]:
-        """For fields of Backward the inputs and outputs that are kept for them; o: of `training`."""
+    def kept(self, of: Any, o: Any, needs: tuple[bool, ...]) -> dict[str, str | None]:
+        """For fields of Backward the inputs and outputs that are kept for them, None for nothing; o: of `training`."""
         return {name: name for name in self.Backward._fields[self.upstream :]}
 
     def wanted(self, of: Any, o: Any, needs: tuple[bool, ...], given: Collection[str]) -> tuple[Any, dict[str, str]]:
@@ -134,10 +162,10 @@ class Op:
     # ---- the machinery ----
 
     def __init__(self) -> None:
-        if self.Gradients is None:
-            self.Gradients = namedtuple("Gradients", [f"d{name}" for name in self.Inputs._fields])  # type: ignore[misc]
-        upstream = [name for name in self.Backward._fields if name[:1] == "d" and name[1:] in self.Outputs._fields]
-        self.upstream = len(upstream)
+        upstream, downstream = ([f"d{name}" for name in record._fields] for record in (self.Outputs, self.Inputs))
+        self.Backward = self.Backward or namedtuple("Backward", (*upstream, *self.Inputs._fields))
+        self.Gradients = self.Gradients or namedtuple("Gradients", downstream)
+        self.upstream = len({*upstream} & {*self.Backward._fields})
         self.recorded: Any = type(type(self).__name__, (Recorded,), {})  # for the name of its node in autograd's graph
         self.apply = apply_of(self.recorded)
         LIBRARY.define(f"{self.name}{SCHEMA}", tags=torch.Tag.pt2_compliant_tag)
@@ -214,13 +242,10 @@ class Op:
         library.register_fake(f"{NAMESPACE}::{name}", partial(self._fake, record, empty), lib=LIBRARY)
         return _operator(name)
 
+    @memoised
     def _parsed(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
         """Of what `encode` made: the names of the tensors; the options, and what is wanted of Gradients if it says so; a
         function of the tensors, with None behind them, that puts them in the places of the record."""
-        key = self, record, text
-        return recall(key) or remember(key, self._parse(record, text))
-
-    def _parse(self, record: Any, text: str) -> tuple[list[str], tuple, Callable[[tuple], tuple]]:
         said = dict([word.partition("=")[::2] for word in text.split(" ")])
         given = [name for name in said.get("given", "").split(",") if name]
         kinds = self.Options.__annotations__ | {"given": str}
@@ -297,36 +322,6 @@ def _one_by_one(op, info, in_dims, tensors, text):
     samples = [op([t if dim is None else t.select(dim, i) for t, dim in given], text) for i in range(max(1, info.batch_size))]
     outputs = [torch.stack(same)[: info.batch_size] for same in zip(*samples, strict=True)]
     return outputs, [0] * len(outputs)
-
-
-# ---- the memo ----------------------------------------------------------------------------------------------------------------
-
-MOST = 4096  # of what is remembered; beyond, all is forgotten and worked out anew
-_memo: dict[Any, Any] = {}
-recall = _memo.get
-
-
-def remember(key: Any, value: Any) -> Any:
-    if len(_memo) >= MOST:
-        _memo.clear()
-    _memo[key] = value
-    return value
-
-
-def memoised(make: Callable) -> Callable:
-    """make, each of whose results is remembered."""
-    own = object()
-
-    def found(*arguments: Any) -> Any:
-        key = own, *arguments
-        return recall(key) or remember(key, make(*arguments))
-
-    return found
-
-
-def forget() -> None:
-    """After `kernels.INTERPRET` changed."""
-    _memo.clear()
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------------------------
@@ -471,6 +466,11 @@ def fill(record: Any, names: Iterable[str], values: Iterable[Any]) -> Any:
     return record(**dict.fromkeys(record._fields) | dict(zip(names, values, strict=True)))
 
 
+def zeroed(record: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Gradients of no rows: those of weights have elements."""
+    return tuple([t if t is None else t.zero_() for t in record])
+
+
 def picker(names: Sequence[str | None], among: Sequence[str]) -> Callable[[tuple], tuple]:
     """A function of a tuple of what `among` names, with None behind it, that returns what has these names, in this order; None
     where `among` lacks the name."""
@@ -493,10 +493,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(import_module("triton.language"), str(dtype).removeprefix("torch."))
 
 
-@cache
-def internals() -> Any:
-    """Of Triton, which is imported when the first kernel is about to start: without a GPU it may be missing."""
-    return triton_internals()
+internals = cache(triton_internals)  # Triton is imported when the first kernel is about to start
 
 
 def distances(t: Tensor | None, inner: int) -> tuple[bool, int, int]:
@@ -540,11 +537,13 @@ class Launcher:
 
     def __init__(
         self, kernel: Any, record: type, device: torch.device, strided: Sequence[str] = (), programs_y: int = 1,
-        **options: Any,
+        early: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         """record: NamedTuple of the kernel's tensors; strided: those whose strides the kernel is told; programs_y: the grid's
-        second dimension; options: None for what the launch does without."""
+        second dimension; early: programmatic dependent launch, on GPUs that know it; options: None for what the launch does
+        without."""
         self.kernel, self.record, self.strided, self.programs_y = kernel, cast(Any, record), strided, programs_y
+        options["launch_pdl"] = (early and device_facts(device).since_sm_90) or None
         self.options = {name: value for name, value in options.items() if value is not None}
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
@@ -569,12 +568,12 @@ class Launcher:
         if self.may_be_elsewhere and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
                 return self(programs, tensors, *rest)
-        again = self.again
-        if again is not None and not observed(self.runtime):
-            there = self.there(tensors)
+        if self.again is not None:
+            (run, known), runtime, there = self.again, self.runtime, self.there(tensors)
             pointers = tuple(map(Tensor.data_ptr, there))
-            if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
-                run, known = again
+            enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+            observed = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)  # a profiler hears of launches
+            if not observed and reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
                 stream = self.current_stream(self.index)
                 run(programs, self.programs_y, 1, stream, *known, self.places((*pointers, None)), *rest)
                 return
@@ -588,12 +587,6 @@ class Launcher:
             self.there, self.places = picker(names, fields), picker(fields, names)
             self.dense = tuple if dense == names else picker(dense, names)
             self.again = start_of(compiled)
-
-
-def observed(runtime: Any) -> bool:
-    """Whether a profiler wants to hear of launches. runtime: Triton's knobs of it."""
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @cache

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import LAST_OF_X, as_flags, check_input, check_operands, check_tensor, kernels_for
+from .checks import LAST_OF_X, as_flags, check_input, check_operands, check_tensor
 from .kit import refused
 from .norm import norm_fn
 from .reference import Norm
@@ -41,8 +41,7 @@ def layer_norm_linear_fn(
         ValueError: as `layer_norm_fn`, or linear_weight doesn't match x.
     """
     name = "layer_norm_linear_fn"
-    _, dtypes = kernels_for(x)
-    check_input(name, x, dtypes)
+    _, dtypes = check_input(name, x)
     check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, norm_weight=norm_weight, norm_bias=norm_bias)
     check_tensor(name, "linear_weight", linear_weight)
     K, N = linear_weight.shape[:1], x.shape[-1]

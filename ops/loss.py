@@ -1,10 +1,10 @@
 """Cross-entropy of logits, and of the product that makes them, whose logits are then nobody's but the loss's."""
 
 import math
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -82,9 +82,9 @@ def cross_entropy_fn(
             a gradient, or whose rows don't lie apart at one distance, each without gaps.
     """
     name = "cross_entropy_fn"
-    kernels, dtypes = checks.kernels_for(logits)
     options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
     checks.check_tensor(name, "logits", logits)
+    kernels, dtypes = checks.kernels_for(logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
     checks.check_dtype(name, "logits", logits, dtypes)
@@ -159,15 +159,14 @@ def linear_cross_entropy_fn(
 
 
 def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_loss: Any, label_smoothing: Any) -> Options:
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(_REDUCTIONS)}")
+    reduction = checks.as_choice(name, "reduction", reduction, _REDUCTIONS)
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
     above = "a finite number above 0, or None for none"
     cap = 0.0 if softcap is None else checks.as_number(name, "softcap", softcap, above, lambda c: 0.0 < c < math.inf)
     z_loss = checks.as_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
     label_smoothing = checks.as_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
-    return Options(_REDUCTIONS[reduction], ignore_index, cap, z_loss, label_smoothing)
+    return Options(reduction, ignore_index, cap, z_loss, label_smoothing)
 
 
 def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:
@@ -203,19 +202,12 @@ class Outputs(NamedTuple):
     scale: Tensor | None  # fp32 [1]: for the mean, 1 over the number of targets that count
 
 
-class Backward(NamedTuple):
-    dtotal: Tensor
-    logits: Tensor  # their gradient, in place
-    targets: Tensor
-    stats: Tensor | None
-    scale: Tensor | None
-
-
 class CrossEntropy(kit.Op):
-    name, Inputs, Options, Outputs, Backward = "cross_entropy", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Outputs = "cross_entropy", Inputs, Options, Outputs
+    Backward = namedtuple("Backward", "dtotal stats scale logits targets")  # in place, the logits are their gradient
 
     def width(self, tensors):
-        return next(t for t in tensors if t.dim() == 2).shape[1]  # the logits
+        return tensors[-2].shape[1]  # of the logits, before the targets
 
     def written(self, given, o):
         return ["total", *["stats"] * (not o.in_place), *["scale"] * (o.reduction == Reduction.mean and not o.in_place)]
@@ -224,16 +216,10 @@ class CrossEntropy(kit.Op):
         return ["total"]
 
     def outputs(self, i, o):
-        shapes = {
-            "total": i.targets.shape if o.reduction == Reduction.none else (),
-            "stats": (i.logits.shape[0], 2),
-            "scale": (1,),
-        }
-        written = self.written((), o)
-        return kit.fill(Outputs, written, [i.logits.new_empty(shapes[name], dtype=torch.float32) for name in written])
-
-    def gradients(self, b, o, wanted):
-        return self.Gradients(torch.empty(b.logits.shape, dtype=b.logits.dtype, device=b.logits.device), None)
+        total = i.targets.shape if o.reduction == Reduction.none else ()
+        shapes = {"total": total, "stats": (i.logits.shape[0], 2), "scale": (1,)}
+        written = {name: i.logits.new_empty(shapes[name], dtype=torch.float32) for name in self.written((), o)}
+        return kit.fill(Outputs, written, written.values())
 
     def start(self, i, o):
         losses = losses_of(i.logits.shape[1], i.logits.dtype, i.logits.device, o, o.in_place)
@@ -253,17 +239,21 @@ class CrossEntropy(kit.Op):
     def start_backward(self, b, o, wanted):
         """In place the logits [M, V] are a view of what forward has overwritten. Autograd itself refuses a second backward, as
         their version that forward has saved is gone."""
-        write = gradient_of(b.logits.shape[1], b.logits.dtype, b.logits.device, o)
+        kernels, V, dtype = kit.kernels("cross_entropy"), b.logits.shape[1], b.logits.dtype
+        tile = replace(streaming_tile(V, dtype.itemsize), held=0)
+        per_row, group = o.reduction == Reduction.none, tile.group * tile.block
+        launch = _on_rows(kernels.cross_entropy_gradient_kernel, V, dtype, b.logits.device, o, tile, True, per_row)
 
         def run(b):
-            dtotal, logits, targets, stats, scale = b
+            dtotal, stats, scale, logits, targets = b
             if o.in_place:
                 logits = logits.detach()
                 multiply(logits, dtotal)
                 torch.autograd.graph.increment_version(logits)
                 return logits, None
             out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-            write(dtotal, logits, targets, stats, scale, out)
+            p = kernels.Pointers(dense(logits), out, targets, stats=stats, scale=scale, dloss=dtotal)
+            launch(p, lambda columns: -(-columns // group))
             return out, None
 
         return run
@@ -290,16 +280,9 @@ class LinearOutputs(NamedTuple):
     weight_product: Tensor | None
 
 
-class LinearBackward(NamedTuple):
-    dtotal: Tensor
-    scale: Tensor
-    hidden_product: Tensor | None
-    weight_product: Tensor | None
-
-
 class LinearCrossEntropy(kit.Op):
-    name, Inputs, Options = "linear_cross_entropy", LinearInputs, Options
-    Outputs, Backward = LinearOutputs, LinearBackward
+    name, Inputs, Options, Outputs = "linear_cross_entropy", LinearInputs, Options, LinearOutputs
+    Backward = namedtuple("Backward", "dtotal scale hidden_product weight_product")
 
     def width(self, tensors):
         return None if len(tensors) > 3 else len(tensors[1])  # the weight, of Inputs
@@ -357,7 +340,7 @@ class LinearCrossEntropy(kit.Op):
         def run(b):
             dtotal, scale, *products = b
             factor = (dtotal * scale).masked_fill(scale.isinf(), 0.0)  # zeros stay zeros, also where 1 / 0 items is upstream
-            found = self.gradients(LinearBackward(*b), o, wanted)
+            found = self.gradients(b, o, wanted)
             for product, gradient in zip(products, found, strict=False):
                 if gradient is not None:
                     torch.mul(product, factor, out=gradient)  # in the factor's fp32, rounded once
@@ -453,19 +436,6 @@ def losses_of(V: int, dtype: torch.dtype, device: torch.device, o: Options, over
     return losses
 
 
-def gradient_of(V: int, dtype: torch.dtype, device: torch.device, o: Options) -> Callable[..., None]:
-    """Writes the gradient of logits [M, V] into `out`."""
-    kernels, tile = kit.kernels("cross_entropy"), replace(streaming_tile(V, dtype.itemsize), held=0)
-    per_row, group = o.reduction == Reduction.none, tile.group * tile.block
-    launch = _on_rows(kernels.cross_entropy_gradient_kernel, V, dtype, device, o, tile, True, per_row)
-
-    def write(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor | None, out: Tensor) -> None:
-        p = kernels.Pointers(dense(logits), out, targets, stats=stats, scale=scale, dloss=dloss)
-        launch(p, lambda columns: -(-columns // group))
-
-    return write
-
-
 def _on_rows(
     kernel: Any, V: int, dtype: torch.dtype, device: torch.device, o: Options, tile: LossTile, writes: bool, *more: Any,
     **options: Any,
@@ -508,9 +478,8 @@ def scale_of(targets: Tensor, o: Options) -> Tensor | None:
         return None
     scale, M = targets.new_empty(1, dtype=torch.float32), len(targets)
     block = _line(M)
-    _start("count_targets_kernel", 1, block // 512, (o.ignore_index, block), targets=targets, scale=scale)(
-        M, o.ignore_index, block
-    )
+    compiled = (o.ignore_index, block)
+    _start("count_targets_kernel", 1, block // 512, (M, *compiled), compiled, targets=targets, scale=scale)
     return scale
 
 
@@ -520,7 +489,7 @@ def reduced(losses: Tensor, scale: Tensor | None, o: Options) -> Tensor:
         return losses
     total, M = losses.new_empty(()), len(losses)
     block = _line(M)
-    _start("sum_losses_kernel", 1, block // 512, (block,), loss=losses, scale=scale, total=total)(M, block)
+    _start("sum_losses_kernel", 1, block // 512, (M, block), (block,), loss=losses, scale=scale, total=total)
     return total
 
 
@@ -530,7 +499,7 @@ def multiply(rows: Tensor, factor: Tensor) -> None:
     block = min(4096, 1 << (V - 1).bit_length())
     blocks = -(-V // block)
     programs = blocks * min(M, max(1, PROGRAMS_PER_SM * kit.device_facts(rows.device).multiprocessors // blocks))
-    _start("scale_kernel", programs, 8, (stride, V), gradient=rows, dloss=factor)(stride, M, V, block)
+    _start("scale_kernel", programs, 8, (stride, M, V, block), (stride, V), gradient=rows, dloss=factor)
 
 
 def _line(M: int) -> int:
@@ -541,11 +510,11 @@ def _line(M: int) -> int:
 _ROWS = ("logits", "gradient")  # of Pointers, whose strides the kernels are told
 
 
-def _start(kernel: str, programs: int, warps: int, compiled: tuple, **pointers: Tensor | None) -> Callable[..., None]:
-    """A function of the kernel's numbers, which starts it. compiled: those of them that it is compiled for."""
+def _start(kernel: str, programs: int, warps: int, numbers: tuple, compiled: tuple, **pointers: Tensor | None) -> None:
+    """compiled: those of the kernel's numbers that it is compiled for."""
     p = kit.kernels("cross_entropy").Pointers(**pointers)
     device = next(t.device for t in pointers.values() if t is not None)
-    return partial(_launcher(kernel, device, kit.dtypes_of(p), max(1, warps), *compiled), programs, p)
+    _launcher(kernel, device, kit.dtypes_of(p), max(1, warps), *compiled)(programs, p, *numbers)
 
 
 @kit.memoised

@@ -1,7 +1,9 @@
 """Norms that are modulated per sample (adaLN, adaLN-zero): gated add → norm → scale and shift, in one kernel each way."""
 
+from collections import namedtuple
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, kit
-from .norm import bytes_of, empty_as, vector_of
+from .norm import bytes_of, empty_as, of_tile, vector_of
 from .reference import NORMS, Norm
 from .tiling import WHOLE_BACKWARD, Tile, Work, forward_tile, most_registers, sample_backward_tile
 
@@ -57,14 +59,15 @@ def modulated_norm_fn(
     Raises:
         ValueError, TypeError: a shape, dtype, device or number that is not as above; before anything is launched.
     """
-    inputs, request = (x, residual, scale, shift, gate, weight, bias), (eps, is_rms_norm, prenorm, out_dtype)
-    y, r, *_ = modulated_norm.checked(_check, reference, inputs, (*request, zero_centered_scale))
+    request = (eps, is_rms_norm, prenorm, out_dtype, zero_centered_scale)
+    y, r, *_ = modulated_norm.checked(_check, reference, (x, residual, scale, shift, gate, weight, bias), request)
     return (y, x if r is None else r) if prenorm else y
 
 
 def gated_sum(x: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
     """r of `modulated_norm_fn` alone, one kernel each way; its arguments and errors."""
-    return modulated_norm.checked(_check_sum, reference, (x, residual, None, None, gate, None, None), ())[1]
+    request = (0.0, False, True, None, True, False)
+    return modulated_norm.checked(_check, reference, (x, residual, None, None, gate, None, None), request)[1]
 
 
 class ModulatedNorm(nn.Module):
@@ -102,48 +105,42 @@ class ModulatedNorm(nn.Module):
 
 
 def _check(
-    inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any, zero_centered_scale: Any = True
+    inputs: tuple, eps: Any, is_rms_norm: Any, prenorm: Any, out_dtype: Any, zero_centered_scale: Any, has_y: bool = True
 ) -> tuple[tuple, "Options", bool]:
     """The inputs, of which scale, shift and gate have x's dimensions and one shape, unless they had one but for ones; options;
-    whether kernels run."""
-    name, (x, residual, scale, shift, gate, weight, bias) = "modulated_norm_fn", inputs
-    kernels, dtypes = checks.kernels_for(x, but_fp64=True)
-    checks.check_input(name, x, checks.REFERENCE_DTYPES)
+    whether kernels run. has_y: else r alone is computed."""
+    name, (x, residual, *vectors, weight, bias) = "modulated_norm_fn", inputs
+    kernels, dtypes = checks.check_input(name, x, takes_fp64=True)
     N = x.shape[-1]
     checks.check_operands(name, x, dtypes, (x.shape,), checks.SHAPE_OF_X, residual=residual)
     checks.check_operands(name, x, dtypes, (x.shape[-1:],), checks.LAST_OF_X, weight=weight, bias=bias)
-    vectors = {"scale": scale, "shift": shift, "gate": gate}
     expected = [(*x.shape[:leading], *[1] * (x.dim() - 1 - leading), N) for leading in range(x.dim())]
-    for argument, t in vectors.items():
+    found = []  # which of these each vector has
+    for argument, t in zip(MODULATION, vectors, strict=True):
         if t is not None:
             checks.check_operand(name, argument, t, x, dtypes)
             shape = (*t.shape[:-1], *[1] * (x.dim() - t.dim()), *t.shape[-1:])
-            if t.dim() == 0 or all(shape != accepted for accepted in expected):
+            fits = [leading for leading, accepted in enumerate(expected) if shape == accepted]
+            if t.dim() == 0 or not fits:
                 raise ValueError(
                     f"{name}: {argument} has shape {tuple(t.shape)}, expected the first dimensions of x {tuple(x.shape)}, "
                     "those that count samples, and its last"
                 )
-            vectors[argument] = t.reshape(shape)
-    shapes = [t.shape for t in vectors.values() if t is not None]
-    most = torch.broadcast_shapes(*shapes)
-    scale, shift, gate = (None if t is None else t.expand(most) for t in vectors.values())
+            found.append(fits[0])
     out_dtype = checks.as_out_dtype(name, out_dtype, x, dtypes)
     if kernels and N > MOST_COLUMNS:
         raise ValueError(f"{name}: x has rows of {N}, expected at most {MOST_COLUMNS} where kernels run")
     flags = checks.as_flags(name, is_rms_norm=is_rms_norm, prenorm=prenorm, zero_centered_scale=zero_centered_scale)
-    norm = Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm
+    norm = Norm.none if not has_y else Norm.rmsnorm if flags["is_rms_norm"] else Norm.layernorm
     # Else it is x. torch.compile loses the gradient of a view of x that an operator gives, if a view of that leaves its graph.
     as_view = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    returns_r = flags["prenorm"] and (residual is not None or gate is not None or as_view)
+    returns_r = flags["prenorm"] and (residual is not None or vectors[2] is not None or as_view)
     o = Options(checks.as_eps(name, eps), norm, out_dtype, returns_r, float(flags["zero_centered_scale"]))
-    if not (kernels and all(shape == most for shape in shapes)):
-        inputs = x, residual, scale, shift, gate, weight, bias
+    if not kernels or len({*found}) > 1:
+        own, most = iter(found), expected[max([0, *found])]
+        vectors = [t if t is None else t.reshape(expected[next(own)]).expand(most) for t in vectors]
+        inputs = x, residual, *vectors, weight, bias
     return inputs, o, kernels
-
-
-def _check_sum(inputs: tuple) -> tuple[tuple, "Options", bool]:
-    fitting, o, kernels = _check(inputs, 0.0, False, True, None)
-    return fitting, o._replace(norm=Norm.none), kernels
 
 
 # ---- operator ----------------------------------------------------------------------------------------------------------------
@@ -174,19 +171,6 @@ class Outputs(NamedTuple):
     stats: Tensor | None = None  # fp32: rstd of each row, and the mean if the norm centres
 
 
-class Backward(NamedTuple):
-    dy: Tensor | None
-    dr: Tensor | None
-    x: Tensor | None  # there where dgate may be wanted
-    r: Tensor
-    stats: Tensor | None  # there with y
-    scale: Tensor | None  # the inputs end with these five too
-    shift: Tensor | None
-    gate: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 def reference(i: Any, o: Options) -> Outputs:
     """The same in PyTorch's own operations, in fp32, or in fp64 where one is fp64. i: as `_check` returns them."""
     wide = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in i) else torch.float32
@@ -201,12 +185,13 @@ def reference(i: Any, o: Options) -> Outputs:
 
 
 class FusedModulatedNorm(kit.Op):
-    name, Inputs, Options, Outputs, Backward = "modulated_norm", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Outputs = "modulated_norm", Inputs, Options, Outputs
+    # x is there where dgate may be wanted.
+    Backward = namedtuple("Backward", "dy dr x r stats scale shift gate weight bias")
 
     def written(self, given, o):
-        if o.norm is Norm.none:
-            return ["r"]
-        return ["y", *["r"] * (_adds(given) and (o.prenorm or o.trains)), *["stats"] * o.trains]
+        has_y, stores_r = o.norm is not Norm.none, _adds(given) and (o.prenorm or o.trains)
+        return [*["y"] * has_y, *["r"] * stores_r, *["stats"] * (has_y and o.trains)]
 
     def asked(self, given, o):
         return [*["y"] * (o.norm is not Norm.none), *["r"] * o.prenorm]
@@ -217,27 +202,23 @@ class FusedModulatedNorm(kit.Op):
     def outputs(self, i, o):
         x, residual, _, _, gate, _, _ = i
         stores_r = (residual is not None or gate is not None) and (o.prenorm or o.trains)
-        has_y = o.norm is not Norm.none
+        stats = o.norm.statistics if o.trains else 0
         return Outputs(
-            empty_as(x, o.out_dtype) if has_y else None,
+            empty_as(x, o.out_dtype) if o.norm is not Norm.none else None,
             empty_as(x, _stream(i)) if stores_r else None,
-            x.new_empty(x.numel() // x.shape[-1] * o.norm.statistics, dtype=torch.float32) if o.trains and has_y else None,
+            x.new_empty(x.numel() // x.shape[-1] * stats, dtype=torch.float32) if stats else None,
         )
 
     def training(self, of, o, needs):
         return o._replace(trains=True)
 
     def kept(self, of, o, needs):
-        sources = super().kept(of, o, needs)
-        if of.residual is None and of.gate is None:
-            sources["r"] = "x"
-        if not needs[Inputs._fields.index("gate")]:
-            del sources["x"]
-        return sources
+        r, needs_gate = "x" if of.residual is None and of.gate is None else "r", needs[4]
+        return super().kept(of, o, needs) | {"r": r, "x": "x" if needs_gate else None}
 
     def wanted(self, of, o, needs, given):
-        reached = [name in ("x", "residual", "gate") or "dy" in given for name in Inputs._fields]
-        needs = tuple([need and is_reached for need, is_reached in zip(needs, reached, strict=True)])
+        if "dy" not in given:  # r alone was used
+            needs = (*needs[:2], False, False, needs[4], False, False)
         wanted, sources = super().wanted(of, o, needs, given)
         if of.gate is None and wanted.dx is not None and wanted.dx == wanted.dresidual:  # one gradient
             wanted, sources["x"] = wanted._replace(dx=None), "dresidual"
@@ -249,13 +230,13 @@ class FusedModulatedNorm(kit.Op):
 
     def start(self, i, o):
         kernels, facts, N = kit.kernels("modulated"), kit.device_facts(i.x.device), i.x.shape[-1]
-        rows, vectors = (i.x, i.residual), [t for t in i[2:] if t is not None]
+        rows, vectors = i[:2], kit.present(i[2:])
         work = Work(vector_of(*rows, o.out_dtype), bytes_of(*rows), len(vectors), bytes_of(*vectors))
         tile = forward_tile(N, work, facts)
         if tile.rows == 2:  # four share what is read of their sample
             tile = replace(tile, rows=4, warps=2 * tile.warps, prefetch_programs=max(1, tile.prefetch_programs // 2))
-        variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)), EARLY_START=facts.since_sm_90)
-        launch = _launcher(kernels.modulated_forward_kernel, kernels.Pointers, i.x.device, tile.warps)
+        start, variant = _launches(i.x.device, o, N, work, tile, STREAM_DTYPE=kit.triton_dtype(_stream(i)))
+        launch = start(kernels.modulated_forward_kernel, kernels.Pointers, num_warps=tile.warps)
 
         def run(i):
             x, residual, *modulation, weight, bias = i
@@ -271,29 +252,28 @@ class FusedModulatedNorm(kit.Op):
         return run
 
     def start_backward(self, b, o, wanted):
-        kernels, device, N = kit.kernels("modulated"), b.r.device, b.r.shape[-1]
-        facts = kit.device_facts(device)
+        kernels, facts, N = kit.kernels("modulated"), kit.device_facts(b.r.device), b.r.shape[-1]
         sums = (
             bool(wanted.dscale or wanted.dweight),
             bool(wanted.dshift or wanted.dbias or (wanted.dscale and b.bias is not None)),
             bool(wanted.dgate),
         )
-        rows, written = (b.dy, b.dr, b.x if wanted.dgate else None, b.r), (wanted.dx, wanted.dresidual)
+        rows, written = (b.dy, b.dr, b.x if wanted.dgate else None, b.r), wanted[:2]
         work = Work(vector_of(*rows, *written), bytes_of(*rows), sum(sums), written_bytes=bytes_of(*written))
         tile = sample_backward_tile(N, work, facts)
-        variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=facts.since_sm_90, WANTED=sums)
-        registers = most_registers(tile)
-        launch = _launcher(kernels.modulated_backward_kernel, kernels.BackwardPointers, device, tile.warps, registers)
-        finish = [_launcher(kernels.finish_modulated_kernel, kernels.FinishPointers, device, 4) for _ in FINISH]
+        start, variant = _launches(b.r.device, o, N, work, tile, STREAM_DTYPE=None, WANTED=sums)
+        launch = start(
+            kernels.modulated_backward_kernel, kernels.BackwardPointers, num_warps=tile.warps, maxnreg=most_registers(tile)
+        )
+        finish = [start(kernels.finish_modulated_kernel, kernels.FinishPointers, num_warps=4) for _ in FINISH]
         most_programs = facts.multiprocessors * tile.programs_per_sm
-        of_rows, of_weights = wanted[:-2], wanted[-2:]
 
         def run(b):
             dy, dr, x, r, stats, *vectors, weight, bias = b
             M = r.numel() // N
             if M == 0:
-                return [t if t is None else t.zero_() for t in self.gradients(b, o, wanted)]
-            found = [d and empty_as(t, d) for t, d in zip((r, r, *vectors), of_rows, strict=True)]
+                return kit.zeroed(self.gradients(b, o, wanted))
+            found = [d and empty_as(t, d) for t, d in zip((r, r, *vectors), wanted[:-2], strict=True)]
             (scale, _, gate), samples, (scale_steps, _, gate_steps) = _rows(vectors)
             tokens = M // samples
             tiles = -(-tokens // tile.rows)
@@ -305,12 +285,12 @@ class FusedModulatedNorm(kit.Op):
             launch(programs, tensors, M, tokens, tiles, each, samples * tiles, scale_steps, gate_steps, variant)
             if partials is None:
                 return (*found, None, None)
-            of_samples = [d and r.new_empty((samples, N), dtype=torch.float32) for d in of_weights]
+            of_samples = [d and r.new_empty((samples, N), dtype=torch.float32) for d in wanted[-2:]]
             tensors = (partials, scale, weight, bias, *found[2:], *of_samples)
             how = programs > 16 * samples
             block_p, block_n = FINISH[how]
             finish[how](samples * -(-N // block_n), tensors, tiles, each, scale_steps, block_p, block_n, variant)
-            totals = [t if t is None else t.sum(0).to(d) for t, d in zip(of_samples, of_weights, strict=True)]
+            totals = [t if t is None else t.sum(0).to(d) for t, d in zip(of_samples, wanted[-2:], strict=True)]
             return (*found, *totals)
 
         return run
@@ -325,18 +305,14 @@ FINISH = ((8, 256), (64, 32))  # partial sums and columns at once: where few pro
 MODULATION = ("scale", "shift", "gate")
 
 
-def _launcher(kernel: Any, record: type, device: torch.device, warps: int, registers: int | None = None) -> kit.Launcher:
-    pdl = kit.device_facts(device).since_sm_90 or None
-    return kit.Launcher(kernel, record, device, strided=MODULATION, num_warps=warps, launch_pdl=pdl, maxnreg=registers)
-
-
-def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
-    of_tile = ("rows", "block_n", "stages", "early_weights", "prefetch")
-    return kit.kernels("modulated").ModulatedVariant(
+def _launches(device: torch.device, o: Options, N: int, work: Work, tile: Tile, **more: Any) -> tuple[Any, Any]:
+    """What makes launchers of kernels, and the variant of the kernels."""
+    early = kit.device_facts(device).since_sm_90
+    variant = kit.kernels("modulated").ModulatedVariant(
         N, NORM=int(o.norm), BRANCH=False, BRANCH_NORM=int(Norm.none), RESIDUAL_SCALE=1.0, DROPOUT=False, OFFSET=0.0,
-        SCALE_OFFSET=o.scale_offset, VECTOR=work.vector, STEP=gcd(8, N),
-        **{name.upper(): getattr(tile, name) for name in of_tile}, **more,
+        SCALE_OFFSET=o.scale_offset, VECTOR=work.vector, STEP=gcd(8, N), EARLY_START=early, **of_tile(tile), **more,
     )  # fmt: skip
+    return partial(kit.Launcher, device=device, strided=MODULATION, early=True), variant
 
 
 def _rows(vectors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, list[int]]:

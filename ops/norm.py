@@ -3,8 +3,8 @@
 `layer_norm_fn` and `rms_norm_fn` have the interface of FlashAttention's Triton functions, argument for argument.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from operator import index
+from collections.abc import Callable, Iterable
+from operator import index, itemgetter
 from typing import Any
 
 import torch
@@ -14,18 +14,7 @@ from . import checks, kit, reference
 from .checks import LAST_OF_X, SHAPE_OF_X, check_operands, function_name
 from .kit import names_of
 from .philox import draw_seed, drop_threshold, keep_scale, seed_tensor
-from .records import (
-    OPERANDS,
-    ROWSCALES,
-    SCALARS,
-    WEIGHTS,
-    BackwardInputs,
-    Gradients,
-    Inputs,
-    Options,
-    Outputs,
-    outputs_of,
-)
+from .records import OPERANDS, ROWSCALES, SCALARS, WEIGHTS, BackwardInputs, Gradients, Inputs, Options, Outputs, outputs_of
 from .reference import Norm
 from .tiling import Tile, Work, backward_tile, forward_tile, most_registers
 from .torch_state import PLAIN, is_eager
@@ -117,10 +106,11 @@ def norm_fn(
     operands = (
         x, residual, x1, weight, bias, weight1, bias1, branch_weight, branch_bias, rowscale, rowscale1, scalars, branch_scalars,
     )  # fmt: skip
-    return _call(
-        operands, norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm, residual_in_fp32,
-        return_dropout_mask, return_statistics, out_dtype, out, residual_out, seed,
+    request = (
+        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm, residual_out is not None,
+        residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
     )  # fmt: skip
+    return _call(operands, request, out, residual_out, seed)
 
 
 def layer_norm_fn(
@@ -153,11 +143,12 @@ def layer_norm_fn(
     """
     if is_rms_norm is not True and is_rms_norm is not False:
         is_rms_norm = checks.as_flags("layer_norm_fn", is_rms_norm=is_rms_norm)["is_rms_norm"]
-    return _call(
-        (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
+    request = (
         _RMSNORM if is_rms_norm else _LAYERNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
-        residual_in_fp32, return_dropout_mask, False, out_dtype, out, residual_out, seed,
+        residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
     )  # fmt: skip
+    operands = (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None)
+    return _call(operands, request, out, residual_out, seed)
 
 
 def rms_norm_fn(
@@ -187,26 +178,21 @@ def rms_norm_fn(
     The interface of FlashAttention's Triton function, with rowscale1 and seed beside it. Arguments, results and errors are
     those of `norm_fn`. eps is 1e-6 here, 1e-5 in the module RMSNorm.
     """
-    return _call(
-        (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
-        _RMSNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
-        residual_in_fp32, return_dropout_mask, False, out_dtype, out, residual_out, seed,
+    request = (
+        _RMSNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm, residual_out is not None,
+        residual_in_fp32, return_dropout_mask, False, out_dtype,
     )  # fmt: skip
+    operands = (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None)
+    return _call(operands, request, out, residual_out, seed)
 
 
 def _call(
-    operands: tuple, norm: Norm, branch_norm: Norm, residual_scale: float, eps: float, dropout_p: float,
-    zero_centered_weight: bool, prenorm: bool, residual_in_fp32: bool, return_dropout_mask: bool, return_statistics: bool,
-    out_dtype: torch.dtype | None, out: Tensor | None, residual_out: Tensor | None, seed: Tensor | int | None,
-) -> Tensor | tuple[Tensor | None, ...]:  # fmt: skip
-    """operands: `records.OPERANDS`. Plain tuples, as records cost an eager call some µs."""
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
+    operands: tuple, request: tuple, out: Tensor | None, residual_out: Tensor | None, seed: Tensor | int | None
+) -> Tensor | tuple[Tensor | None, ...]:
+    """operands: `records.OPERANDS`; request: the other arguments of Plan. Tuples, as records cost an eager call some µs."""
+    if out is not None and request[-1] is None:
+        request = (*request[:-1], getattr(out, "dtype", None))
     x = operands[0]
-    request = (
-        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm, residual_out is not None,
-        residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
-    )  # fmt: skip
     plan = plan_of(operands, request) if is_eager((out, residual_out, None if isinstance(seed, int) else seed)) else None
     eager = plan is not None
     if plan is None:
@@ -225,18 +211,12 @@ def _call(
     else:
         outputs = _into_buffers(inputs, plan, eager, out, residual_out)
 
-    y, r = outputs[0], outputs[1]
-    if r is None:
-        r = y if plan.y_is_r else x
-    if not plan.returns_more:
-        return (y, r) if plan.prenorm else y
-    _, _, y1, mask, mask1, rms, peak, *_ = outputs
+    if plan.prenorm and outputs[1] is None:
+        outputs = (outputs[0], outputs[0] if plan.y_is_r else x, *outputs[2:])
     if plan.returns_masks and not plan.drops:
-        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, operands[2]))
-    masks = (mask, mask1) if plan.returns_masks else ()
-    statistics = (rms, peak) if plan.returns_statistics else ()
-    results = (y, *[y1] * plan.returns_y1, *[r] * plan.prenorm, *masks, *statistics)
-    return results[0] if len(results) == 1 else results
+        masks = [None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, operands[2])]
+        outputs = (*outputs[:3], *masks, *outputs[5:])
+    return plan.results(outputs)
 
 
 def _run(inputs: tuple, plan: "Plan", eager: bool) -> tuple:
@@ -257,9 +237,9 @@ def _into_buffers(inputs: tuple, plan: "Plan", eager: bool, out: Tensor | None, 
     if plan.kernels and eager and not _trains((*inputs, out, residual_out)):
         options = options._replace(store_residual=plan.prenorm or residual_out is not None)
         buffers = {name: buffer for name, buffer in (("y", out), ("r", residual_out)) if buffer is not None}
-        key = plan, options.store_residual
-        run = kit.recall(key) or kit.remember(key, forward(Inputs._make(inputs), options))
-        outputs = run(inputs, buffers)
+        key = plan, options.store_residual, *buffers
+        run = kit.recall(key) or kit.remember(key, NORM.start(Inputs._make(inputs), options, [*buffers]))
+        outputs = run(inputs, buffers.values())
         torch.autograd.graph.increment_version(buffers.values())
         return outputs
     # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
@@ -357,8 +337,7 @@ class Plan:
         x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
         self.name = name = function_name(norm)  # of the public function, for messages
         # Whether the call goes through the kernels; else through `reference`.
-        self.kernels, dtypes = checks.kernels_for(x)
-        checks.check_input(name, x, dtypes)
+        self.kernels, dtypes = checks.check_input(name, x)
         check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
         check_operands(name, x, dtypes, (x.shape,), SHAPE_OF_X, residual=residual, x1=x1)
         for field, kind in (("scalars", norm), ("branch_scalars", branch_norm)):
@@ -381,7 +360,7 @@ class Plan:
             name, prenorm=prenorm, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32,
             return_dropout_mask=return_dropout_mask, return_statistics=return_statistics,
         )  # fmt: skip
-        self.prenorm, zero_centered_weight, residual_in_fp32, self.returns_masks, self.returns_statistics = flags.values()
+        self.prenorm, zero_centered_weight, residual_in_fp32, self.returns_masks, return_statistics = flags.values()
         out_dtype = checks.as_out_dtype(name, out_dtype, x, dtypes)
 
         residual_dtype = x.dtype
@@ -397,8 +376,10 @@ class Plan:
         # only.
         without_norm = norm == Norm.none and operands.weight is None and operands.bias is None
         self.y_is_r = without_norm and not self.r_is_x and out_dtype == residual_dtype
-        self.returns_y1 = operands.weight1 is not None or operands.bias1 is not None
-        self.returns_more = self.returns_y1 or self.returns_masks or self.returns_statistics  # than y and r
+        returns_y1 = operands.weight1 is not None or operands.bias1 is not None
+        results = ["y", *["y1"] * returns_y1, *["r"] * self.prenorm]
+        results += [*["mask", "mask1"] * self.returns_masks, *["rms", "peak"] * return_statistics]
+        self.results = kit.picker(results, Outputs._fields) if len(results) > 1 else itemgetter(0)
         self.options = Options(
             eps=eps,
             dropout_p=dropout_p,
@@ -411,7 +392,7 @@ class Plan:
             residual_dtype=residual_dtype,
             store_residual=(self.prenorm or has_residual_out) and not self.r_is_x and not self.y_is_r,
             return_mask=self.returns_masks and drops,
-            return_statistics=self.returns_statistics,
+            return_statistics=return_statistics,
         )
         # Where r is x, its gradient comes into the same backward by an alias of x that is returned for it.
         self.recorded = self.options
@@ -419,9 +400,9 @@ class Plan:
             self.recorded = self.options._replace(store_residual=True)
         if eager and self.kernels:
             i = operands._replace(seed=torch.empty(1, dtype=torch.int64) if drops else None)
-            self.run = NORM.start(i, self.options)
-            if any(t is not None and t.requires_grad for t in i):
-                self.trained = kit.Call(NORM, self.recorded, i, tuple([t is not None and t.requires_grad for t in i]))
+            self.run, needs = NORM.start(i, self.options), tuple([t is not None and t.requires_grad for t in i])
+            if True in needs:
+                self.trained = kit.Call(NORM, self.recorded, i, needs)
 
 
 def _reads_r(norm: Norm, of: Any) -> bool:
@@ -446,13 +427,7 @@ class FusedNorm(kit.Op):
         return kit.fill(Outputs, outputs, empty_outputs(i.x, outputs.values(), i.x.numel() // i.x.shape[-1]))
 
     def gradients(self, b, o, wanted):
-        b = b._replace(r=_of_rows(b))
-        found = {
-            name: empty_as(getattr(b, _LIKE[name]), dtype) if name in _LIKE else b.r.new_empty(b.r.shape[-1:], dtype=dtype)
-            for name, dtype in zip(wanted._fields, wanted, strict=True)
-            if dtype is not None
-        }
-        return kit.fill(Gradients, found, found.values())
+        return Gradients._make(_gradients(wanted)(b._replace(r=_of_rows(b))))
 
     def view(self, given, o):
         return (lambda i, outputs: (outputs[0], i[0].detach(), *outputs[2:])) if o.passes_residual else None
@@ -469,18 +444,14 @@ class FusedNorm(kit.Op):
         )
 
     def kept(self, of, o, needs):
-        sources = super().kept(of, o, needs)
-        if not _reads_r(o.norm, of):
-            del sources["r"]  # so whoever has the sum may change it in place
-        elif not _adds(of, o):
-            sources["r"] = "x"
-        # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
         learned = dict(zip(Inputs._fields, needs, strict=True))
-        if not o.branch and not learned["rowscale"]:
-            del sources["x"]
-        if not learned["rowscale1"]:
-            del sources["x1"]
-        return sources
+        return super().kept(of, o, needs) | {
+            # Whoever has a sum that backward doesn't read may change it in place.
+            "r": None if not _reads_r(o.norm, of) else "r" if _adds(of, o) else "x",
+            # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
+            "x": "x" if o.branch or learned["rowscale"] else None,
+            "x1": "x1" if learned["rowscale1"] else None,
+        }
 
     def wanted(self, of, o, needs, given):
         has_dy = "dy" in given
@@ -506,11 +477,98 @@ class FusedNorm(kit.Op):
                 wanted[f"d{name}"] = getattr(of, name)
         return Gradients(**wanted), sources
 
-    def start(self, i, o):
-        return forward(i, o)
+    def start(self, i, o, buffers=()):
+        """buffers: the outputs that are brought to each call, contiguous; r may be the residual itself."""
+        kernels, N, device = kit.kernels("forward"), i.x.shape[-1], i.x.device
+        rows = (i.x, i.residual, i.x1)
+        weights = [getattr(i, name) for name in WEIGHTS]
+        work = Work(
+            vector=vector_of(*rows, o.out_dtype, o.residual_dtype),
+            row_bytes=bytes_of(*rows),
+            weights=sum(weight is not None for weight in weights),
+            weight_bytes=bytes_of(*weights),
+            drops=o.dropout_p > 0,
+        )
+        facts = kit.device_facts(device)
+        tile, early = forward_tile(N, work, facts), facts.since_sm_90
+        variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(o.residual_dtype), EARLY_START=early)
+        numbers = (o.eps, *_dropout_numbers(o), tile.prefetch_programs, variant)
+        launch = kit.Launcher(kernels.norm_forward_kernel, kernels.Pointers, device, early=True, num_warps=tile.warps)
+        rows_of_tile = tile.rows
+        made = {name: kind for name, kind in outputs_of(names_of(i), o).items() if name not in buffers}
+        complete, kinds = kit.picker(Outputs._fields, [*made, *buffers]), [*made.values()]
+
+        def run(i, brought=()):
+            x = i[0]
+            M = x.numel() // N
+            written = complete((*empty_outputs(x, kinds, M), *brought, None))
+            launch(-(-M // rows_of_tile), (*i[:-1], *written), i[-1], M, *numbers)
+            return written
+
+        return run
 
     def start_backward(self, b, o, wanted):
-        return backward(b, o, wanted)
+        kernels, r = kit.kernels("backward"), _of_rows(b)
+        norm, branch_norm, N, device = o.norm, o.branch_norm, r.shape[-1], r.device
+        learned = kit.kernels("rows").Weights(*[getattr(wanted, f"d{name}") is not None for name in WEIGHTS])
+        reads_r = bool(norm != Norm.none or learned.weight or learned.weight1)
+        rows = (b.dy, b.dy1, b.dr, r if reads_r else None, b.x, b.x1)
+        written = (wanted.dz, wanted.dx, wanted.dx1)
+        work = Work(
+            vector=vector_of(*rows, *written),
+            row_bytes=bytes_of(*rows),
+            weights=(1 + norm.has_bias) * reads_r * (1 if b.dy1 is None else 2) + (1 + branch_norm.has_bias) * o.branch,
+            written_bytes=bytes_of(*written),
+            branch=o.branch,
+            # The sums over a row that its programs would exchange are those of one norm with a statistic.
+            splittable=b.dy is not None and b.dy1 is None and b.x is None and b.x1 is None and norm.statistics > 0,
+        )
+        facts = kit.device_facts(device)
+        tile = backward_tile(N, work, facts)
+        split = tile.slices > 1
+        early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
+        variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=learned)
+        launch = kit.Launcher(
+            kernels.norm_backward_kernel, kernels.Pointers, device, early=not split, num_warps=tile.warps,
+            launch_cooperative_grid=split or None, maxnreg=most_registers(tile) if split else None,
+        )  # fmt: skip
+        most_groups = facts.multiprocessors * tile.programs_per_sm // tile.slices
+        sums = sum(learned)
+        finish = finishing(device, N, sums, most_groups)
+        scalars = norm.scalars * (wanted.dscalars is not None)
+        scalars += branch_norm.scalars * (wanted.dbranch_scalars is not None)
+
+        numbers = (*_dropout_numbers(o), variant)
+        rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
+        exchange = kit.kernels("exchange")
+        board_words = index(exchange.RING) * exchange.turn_words(slices)
+        gradients = _gradients(wanted)
+
+        def run(b):
+            r = b[3]
+            if r is None:  # which nobody reads
+                r = next(t for t in b if t is not None)
+                b = (*b[:3], r, *b[4:])
+            M, written = r.numel() // N, gradients(b)
+            if M == 0:
+                return kit.zeroed(written)
+            tiles = -(-M // rows_of_tile)
+            groups = min(tiles, most_groups)
+            partials = r.new_empty(groups * sums_N, dtype=torch.float32) if sums else None
+            scalar_partials = r.new_empty(groups, scalars, dtype=torch.float32) if scalars else None
+            board = torch.full((groups * board_words,), -1, dtype=torch.int64, device=device) if split else None
+            tensors = (*b[:-1], *written[:7], partials, scalar_partials, board)
+            launch(groups * slices, tensors, b[-1], M, tiles, *numbers)
+            if sums:
+                finish(groups, (partials, *written[7:]))
+            if scalar_partials is not None:
+                totals = scalar_partials.sum(0)
+                for scalar, part in ((written[5], totals[: norm.scalars]), (written[6], totals[-branch_norm.scalars :])):
+                    if scalar is not None:
+                        scalar.copy_(part)
+            return written
+
+        return run
 
 
 NORM = FusedNorm()
@@ -545,138 +603,44 @@ def _of_rows(b: BackwardInputs) -> Tensor:
     return next(t for t in (b.r, *b) if t is not None)
 
 
-# ---- launches ----------------------------------------------------------------------------------------------------------------
-
-
-def forward(of: Inputs, o: Options) -> Callable[..., tuple]:
-    """For such inputs a function of inputs, which returns the outputs that o asks for in the places of Outputs."""
-    kernels, N, device = kit.kernels("forward"), of.x.shape[-1], of.x.device
-    rows = (of.x, of.residual, of.x1)
-    weights = [getattr(of, name) for name in WEIGHTS]
-    work = Work(
-        vector=vector_of(*rows, o.out_dtype, o.residual_dtype),
-        row_bytes=bytes_of(*rows),
-        weights=sum(weight is not None for weight in weights),
-        weight_bytes=bytes_of(*weights),
-        drops=o.dropout_p > 0,
-    )
-    facts = kit.device_facts(device)
-    tile = forward_tile(N, work, facts)
-    early = facts.since_sm_90
-    variant = _variant(N, o, work, tile, STREAM_DTYPE=kit.triton_dtype(o.residual_dtype), EARLY_START=early)
-    numbers = (o.eps, *_dropout_numbers(o), tile.prefetch_programs, variant)
-    start = kit.Launcher(kernels.norm_forward_kernel, kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None)
-    rows_of_tile, outputs = tile.rows, outputs_of(names_of(of), o)
-    kinds, complete = [*outputs.values()], kit.picker(Outputs._fields, [*outputs])
-
-    def run(i: tuple, buffers: Mapping[str, Tensor] | None = None) -> tuple:
-        """buffers: contiguous, for y and r; that for r may be the residual itself."""
-        x = i[0]
-        M = x.numel() // N
-        if buffers is None:
-            found = empty_outputs(x, kinds, M)
-        else:
-            found = [buffers[name] if name in buffers else empty_outputs(x, [kind], M)[0] for name, kind in outputs.items()]
-        written = complete((*found, None))
-        start(-(-M // rows_of_tile), (*i[:-1], *written), i[-1], M, *numbers)
-        return written
-
-    return run
-
-
-def backward(of: BackwardInputs, o: Options, asked: Gradients) -> kit.Run:
-    """Like `forward`, of BackwardInputs; returns the gradients that are asked for, in the places of Gradients."""
-    kernels, r = kit.kernels("backward"), _of_rows(of)
-    exchange = kit.kernels("exchange")
-    norm, branch_norm, N, device = o.norm, o.branch_norm, r.shape[-1], r.device
-    wanted = kit.kernels("rows").Weights(*[getattr(asked, f"d{name}") is not None for name in WEIGHTS])
-    reads_r = bool(norm != Norm.none or wanted.weight or wanted.weight1)
-    rows = (of.dy, of.dy1, of.dr, r if reads_r else None, of.x, of.x1)
-    written = (asked.dz, asked.dx, asked.dx1)
-    work = Work(
-        vector=vector_of(*rows, *written),
-        row_bytes=bytes_of(*rows),
-        weights=(1 + norm.has_bias) * reads_r * (1 if of.dy1 is None else 2) + (1 + branch_norm.has_bias) * o.branch,
-        written_bytes=bytes_of(*written),
-        branch=o.branch,
-        # The sums over a row that its programs would exchange are those of one norm with a statistic.
-        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None and norm.statistics > 0,
-    )
-    facts = kit.device_facts(device)
-    tile = backward_tile(N, work, facts)
-    split = tile.slices > 1
-    early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
-    variant = _variant(N, o, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
-    cooperative, most = (True, most_registers(tile)) if split else (None, None)
-    start = kit.Launcher(
-        kernels.norm_backward_kernel, kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None,
-        launch_cooperative_grid=cooperative, maxnreg=most,
-    )  # fmt: skip
-    most_groups = facts.multiprocessors * tile.programs_per_sm // tile.slices
-    sums = sum(wanted)
-    finish = finishing(device, N, sums, most_groups)
-    scalars = norm.scalars * (asked.dscalars is not None)
-    scalars += branch_norm.scalars * (asked.dbranch_scalars is not None)
-
-    numbers = (*_dropout_numbers(o), variant)
-    rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
-    board_words = index(exchange.RING) * exchange.turn_words(slices)
-    names = names_of(asked)
-    kinds = [(BackwardInputs._fields.index(_LIKE[name]) if name in _LIKE else None, getattr(asked, name)) for name in names]
+def _gradients(wanted: Gradients) -> kit.Run:
+    """A function of BackwardInputs with a tensor for r, which allocates them."""
+    names = names_of(wanted)
+    kinds = [(BackwardInputs._fields.index(_LIKE[name]) if name in _LIKE else None, getattr(wanted, name)) for name in names]
     complete = kit.picker(Gradients._fields, names)
 
-    def run(b: tuple) -> tuple:
+    def allocated(b: tuple) -> tuple:
         r = b[3]
-        if r is None:  # which nobody reads
-            r = next(t for t in b if t is not None)
-            b = (*b[:3], r, *b[4:])
-        M = r.numel() // N
+        N = r.shape[-1]
         found = [r.new_empty(N, dtype=dtype) if like is None else empty_as(b[like], dtype) for like, dtype in kinds]
-        written = complete((*found, None))
-        if M == 0:
-            for gradient in found:
-                gradient.zero_()  # those of weights have elements
-            return written
-        tiles = -(-M // rows_of_tile)
-        groups = min(tiles, most_groups)
-        partials = r.new_empty(groups * sums_N, dtype=torch.float32) if sums else None
-        scalar_partials = r.new_empty(groups, scalars, dtype=torch.float32) if scalars else None
-        board = torch.full((groups * board_words,), -1, dtype=torch.int64, device=device) if split else None
-        tensors = (*b[:-1], *written[:7], partials, scalar_partials, board)
-        start(groups * slices, tensors, b[-1], M, tiles, *numbers)
-        if sums:
-            finish(groups, (partials, *written[7:]))
-        if scalar_partials is not None:
-            totals = scalar_partials.sum(0)
-            for scalar, part in ((written[5], totals[: norm.scalars]), (written[6], totals[-branch_norm.scalars :])):
-                if scalar is not None:
-                    scalar.copy_(part)
-        return written
+        return complete((*found, None))
 
-    return run
+    return allocated
 
 
 def finishing(device: torch.device, N: int, sums: int, most_groups: int) -> Callable[[int, tuple], None]:
     """A function of how many groups of programs there are, and of the fields of `weight_gradients.WeightGradients`: it adds up
     the partial sums of `sums` gradients of N columns."""
-    kernels, facts = kit.kernels("weight_gradients"), kit.device_facts(device)
+    kernels, early = kit.kernels("weight_gradients"), kit.device_facts(device).since_sm_90
     # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
     block_p = min(512, 1 << (max(1, most_groups) - 1).bit_length())
     block_n = max(8, min(256, 4096 // block_p))
-    launch = kit.Launcher(
-        kernels.finish_weight_gradients_kernel, kernels.WeightGradients, device, num_warps=4,
-        launch_pdl=facts.since_sm_90 or None,
-    )  # fmt: skip
+    launch = kit.Launcher(kernels.finish_weight_gradients_kernel, kernels.WeightGradients, device, early=True, num_warps=4)
     blocks = sums * -(-N // block_n)
-    return lambda groups, tensors: launch(blocks, tensors, groups, N, block_p, block_n, facts.since_sm_90)
+    return lambda groups, tensors: launch(blocks, tensors, groups, N, block_p, block_n, early)
 
 
 def _dropout_numbers(o: Options) -> tuple[int, float]:
     return drop_threshold(o.dropout_p), keep_scale(o.dropout_p)
 
 
+def of_tile(tile: Tile) -> dict[str, Any]:
+    """What a Variant has of it."""
+    fields = ("rows", "block_n", "looped", "slices", "stages", "early_weights", "prefetch")
+    return {name.upper(): getattr(tile, name) for name in fields}
+
+
 def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
-    of_tile = ("rows", "block_n", "looped", "slices", "stages", "early_weights", "prefetch")
     return kit.kernels("rows").Variant(
         N,
         NORM=int(o.norm),
@@ -686,7 +650,7 @@ def _variant(N: int, o: Options, work: Work, tile: Tile, **more: Any) -> Any:
         DROPOUT=o.dropout_p > 0.0,
         OFFSET=float(o.zero_centered_weight),
         VECTOR=work.vector,
-        **{name.upper(): getattr(tile, name) for name in of_tile},
+        **of_tile(tile),
         **more,
     )
 

@@ -9,7 +9,6 @@ arXiv:2302.05442. Pair i is the features i and i + R/2 (the half-split layout of
 2i and 2i + 1 (the paper's, of GPT-J and of Meta's own Llama checkpoints). Features from R on are not turned.
 """
 
-from collections import namedtuple
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import gcd, prod
@@ -211,19 +210,17 @@ class Outputs(NamedTuple):
     v: Tensor | None  # a view of x, where x is packed
 
 
-# Without a norm, x and k are None in backward.
-Backward = namedtuple("Backward", ("dq", "dk", "dv", *Inputs._fields))  # type: ignore[misc]
-
-
 class Rotary(kit.Op):
-    name, Inputs, Options, Outputs, Backward = "rotary", Inputs, Options, Outputs, Backward
+    name, Inputs, Options, Outputs = "rotary", Inputs, Options, Outputs
     materialize = True
 
     def function(self, given, o):
         return "rotary_qk_fn" if "k" in given else "rotary_qkv_fn"
 
     def width(self, tensors):
-        return tensors[0].shape[-1], *_turned_and_per_head(tensors[-7], tensors[-4:])  # of Inputs, with which Backward ends
+        *_, cos, _, _, q_weight, q_bias, k_weight, k_bias = tensors  # with the inputs Backward ends too
+        per_head = any(t is not None and t.dim() == 2 for t in (q_weight, q_bias, k_weight, k_bias))  # all are, or none is
+        return tensors[0].shape[-1], 0 if cos is None else 2 * cos.shape[-1], per_head
 
     def written(self, given, o):
         return ["q", "k"]
@@ -243,7 +240,7 @@ class Rotary(kit.Op):
 
     def kept(self, of, o, needs):
         kept = super().kept(of, o, needs)
-        return kept if o.norm != Norm.none else kept | {"x": None, "k": None}
+        return kept if o.norm != Norm.none else kept | {"x": None, "k": None}  # nothing is computed of them
 
     def wanted(self, of, o, needs, given):
         return super().wanted(of, o, (True, True, *needs[2:]), given)  # a kernel writes the gradients of both
@@ -268,7 +265,7 @@ class Rotary(kit.Op):
     def start(self, i, o):
         kernels, x, k = kit.kernels("rotary"), i.x, i.k
         D = x.shape[-1] if k is not None else x.shape[-1] // (o.heads + 2 * o.kv_heads)
-        work = Work(D, *_turned_and_per_head(i.cos, i[5:]))
+        work = Work(D, *self.width(i)[1:])
         tile = forward_tile(x.itemsize)
         (q_parts, q_shared), (k_parts, k_shared) = _parts(o, work)
         rows_of_tile, dtype, device, packed = _tile_rows(work, tile), x.dtype, x.device, k is None
@@ -276,8 +273,8 @@ class Rotary(kit.Op):
         @kit.memoised
         def compiled(layout):
             how = _variant(o, work, tile, dtype, device, layout, PACKED=packed)
-            strided = ("x", "k", "cos", "sin")
-            return _launcher(kernels.rotary_forward_kernel, kernels.ForwardPointers, strided, tile, device), how
+            kernel, record, strided = kernels.rotary_forward_kernel, kernels.ForwardPointers, ("x", "k", "cos", "sin")
+            return kit.Launcher(kernel, record, device, strided, early=True, num_warps=tile.warps), how
 
         @kit.memoised
         def placed(where, angles):
@@ -310,10 +307,13 @@ class Rotary(kit.Op):
         @kit.memoised
         def compiled(layout):
             how = _variant(o, work, tile, dtype, device, layout, PACKED=packed, STAGES=tile.stages, WANTED=sums)
-            strided = ("dq", "dk", "dv", "x", "k", "cos", "sin")
-            start = _launcher(kernels.rotary_backward_kernel, kernels.BackwardPointers, strided, tile, device)
+            strided, kernel = ("dq", "dk", "dv", "x", "k", "cos", "sin"), kernels.rotary_backward_kernel
+            start = kit.Launcher(
+                kernel, kernels.BackwardPointers, device, strided, early=True, num_warps=tile.warps, maxnreg=tile.registers
+            )
             record, blocks = kernels.WeightGradients, -(-D // block)
-            return start, _launcher(kernels.finish_rotary_weights_kernel, record, (), Tile(0, 4), device, blocks), how
+            finish = kit.Launcher(kernels.finish_rotary_weights_kernel, record, device, (), blocks, early=True, num_warps=4)
+            return start, finish, how
 
         @kit.memoised
         def placed(where, angles):
@@ -332,9 +332,7 @@ class Rotary(kit.Op):
             dq, dk, dv, x, k, cos, sin, positions, q_weight, _, k_weight, _ = b
             gradients = self.gradients(b, o, wanted)
             if dq.numel() == 0:
-                for gradient in kit.present(gradients):
-                    gradient.zero_()  # those of weights have elements
-                return gradients
+                return kit.zeroed(gradients)
             rows, angles, found = _found(placed, (dq, dk, dv, x, k), (cos, sin))
             start, programs, numbers, finish, finish_numbers = found
             dx, dk_in, _, _, _, *weights = gradients
@@ -384,11 +382,6 @@ class Work(NamedTuple):
     D: int  # features of a head
     R: int  # those that are turned
     per_head: bool  # each head has weights of its own
-
-
-def _turned_and_per_head(cos: Tensor | None, weights: Sequence[Tensor | None]) -> tuple[int, bool]:
-    """R and per_head of Work. Weights and biases are all by head, or none is."""
-    return 0 if cos is None else 2 * cos.shape[-1], any(t is not None and t.dim() == 2 for t in weights)
 
 
 MOST_ROWS = 2**30  # of a sequence: the kernels count them in 32 bits, and those of the tiles behind its end
@@ -512,15 +505,6 @@ def _variant(
         EARLY_START=kit.device_facts(device).since_sm_90,
         **more,
     )
-
-
-def _launcher(
-    kernel: Any, record: type, strided: tuple[str, ...], tile: Tile, device: torch.device, programs_y: int = 1
-) -> kit.Launcher:
-    return kit.Launcher(
-        kernel, record, device, strided=strided, programs_y=programs_y, num_warps=tile.warps, maxnreg=tile.registers,
-        launch_pdl=kit.device_facts(device).since_sm_90 or None,
-    )  # fmt: skip
 
 
 # ---- reference --------------------------------------------------------------------------------------------------------------

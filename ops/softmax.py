@@ -1,6 +1,7 @@
 """Softmax and log-softmax over the last dimension, with a scale and a mask applied on the way in."""
 
 import math
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kit
-from .checks import REFERENCE_DTYPES, as_number, check_input, check_operand, is_finite, kernels_for
+from .checks import REFERENCE_DTYPES, as_number, check_input, check_operand, is_finite
 
 MB = 1024**2
 
@@ -41,8 +42,7 @@ def log_softmax_fn(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) ->
 
 
 def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
-    kernels, dtypes = kernels_for(x)
-    check_input(name, x, dtypes)
+    kernels, _ = check_input(name, x)
     scale = as_number(name, "scale", scale, "a finite number", is_finite)
     if mask is not None:
         check_operand(name, "mask", mask, x, (torch.bool, *REFERENCE_DTYPES))
@@ -76,23 +76,12 @@ class Options(NamedTuple):
     log: bool
 
 
-class Backward(NamedTuple):
-    dy: Tensor
-    y: Tensor
-    mask: Tensor | None
-
-
 class Softmax(kit.Op):
-    name, Inputs, Options, Backward = "softmax", Inputs, Options, Backward
+    name, Inputs, Options = "softmax", Inputs, Options
+    Backward = namedtuple("Backward", "dy y mask")
 
     def function(self, given, o):
         return "log_softmax_fn" if o.log else "softmax_fn"
-
-    def outputs(self, i, o):
-        return kit.Output(i.x.new_empty(i.x.shape))
-
-    def gradients(self, b, o, wanted):
-        return self.Gradients(wanted.dx and b.y.new_empty(b.y.shape), wanted.dmask and b.mask.new_empty(b.mask.shape))
 
     def start(self, i, o):
         kernels = kit.kernels("softmax")

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import Norm, kit, layer_norm_fn, modulated_norm_fn, norm, norm_fn, rms_norm_fn
+from ops import Norm, kit, layer_norm_fn, modulated_norm_fn, norm_fn, rms_norm_fn
+from ops.norm import NORM
 from ops.records import BackwardInputs
 
 from .cases import BF16, FP32, leaves, shapes
@@ -36,14 +37,14 @@ def test_what_multiplies_and_what_is_added_stand_alone(given, n, device):
 
 def recorded(monkeypatch):
     """The inputs of each backward from now on, and the dtypes of the gradients that it computes."""
-    calls, original = [], norm.backward
+    calls, original = [], NORM.start_backward
     kit.forget()
 
     def noted(b, o, wanted):
         run = original(b, o, wanted)
         return lambda b: (calls.append((BackwardInputs(*b), wanted)), run(b))[1]
 
-    monkeypatch.setattr(norm, "backward", noted)
+    monkeypatch.setattr(NORM, "start_backward", noted)
     return calls
 
 

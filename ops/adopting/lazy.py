@@ -319,7 +319,7 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
         both = a.then(roles=b.roles + a.roles, next_norm=b.next_norm, residual=None, x1=b.x)
         return both if residual is None else both.summed(residual)
     # Of one token a sample, a shift can't be told from a stream.
-    if isinstance(a, Tensor) and b.is_modulated() and b.is_branch() and a.shape != b.shape and per_sample(a, b):
+    if isinstance(a, Tensor) and b.is_modulated() and b.residual is None and a.shape != b.shape and per_sample(a, b):
         return b.modulated(a)
     is_stream = isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and a.shape == b.x.shape
     if not is_stream or ((dtype := b.dtype) is not a.dtype and torch.promote_types(dtype, a.dtype) is not a.dtype):

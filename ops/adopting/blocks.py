@@ -8,21 +8,35 @@ What enters and leaves the block is a tensor, and so is what a part gives that h
 block's forward. Hooks of the block run around all of this.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..torch_state import has_hooks, saved_through
 from .adopted import Adopted, become
-from .lazy import Lazy, can_go_along, look_ahead, settled, taken
+from .lazy import Lazy, can_go_along, look_ahead, settled, under_autocast
 
-_CALLED_BY = "_called_by"  # of a part: the block whose forward runs, its `_mode`, and `Lazy.past`
-_NOBODY = (None, None, None)
 _HOOK: Any = "prenorm"  # its key among a part's hooks: the same in all blocks, or else Dynamo compiles each block anew
+
+
+class Call(NamedTuple):
+    """Of a block's own forward."""
+
+    block: "AdoptedBlock"
+    mode: tuple  # see `_mode`
+    past: dict  # see `Lazy`
+
+
+class _Running(threading.local):
+    call: Call | None = None  # the innermost; a compiled graph knows none
+
+
+_running = _Running()
 
 
 @dataclass
@@ -61,22 +75,25 @@ class Source:
         """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
         block, role, past = self.block, self.role, None
         if not torch.compiler.is_compiling():
-            block, mode, past = part.__dict__.get(_CALLED_BY, _NOBODY)
-            if mode != _mode():
+            call = _running.call
+            if call is None or call.mode != _mode():
                 return None
-        elif part_of(block, role.path) is not part:  # a graph follows no marks in checkpointed parts of it
-            return None
-        if not fits(x, self.width) or x.dim() == 1 or has_hooks(part, _HOOK):
+            block, _, past = call
+        if part_of(block, role.path) is not part or not fits(x, self.width) or x.dim() == 1 or has_hooks(part, _HOOK):
             return None
         for path in role.passes:
             other = part_of(block, path)
             if other is None or has_hooks(other):
                 return None
-        return Lazy(x, (role,), part_of(block, role.next_norm) if role.next_norm else None, past=past)
+        return Lazy(x, (role,), part_of(block, role.next_norm) if role.next_norm else None, past)
 
 
 def fits(x: Any, width: int) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested and x.shape[-1:] == (width,)
+    """Whether it is a stream of rows of this width."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_nested:
+        return False
+    shape = x.shape
+    return len(shape) > 0 and shape[-1] == width
 
 
 def part_of(block: nn.Module, path: str) -> Any:
@@ -98,18 +115,11 @@ def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict)
         kwargs = {**kwargs, argument: _with_norm_ahead(block, kwargs[argument])}
     if torch.compiler.is_compiling():
         return settled(own_forward(block, *args, **kwargs))
-    mark: tuple = block, _mode(), {}
-    marked = []
-    for role in block._plan.roles:
-        part = part_of(block, role.path)
-        if part is not None and _HOOK in _hooks(part, role):  # otherwise another module is in its place
-            part.__dict__[_CALLED_BY] = mark
-            marked.append(part)
+    around, _running.call = _running.call, Call(block, _mode(), {})
     try:
         return settled(own_forward(block, *args, **kwargs))
     finally:
-        for part in marked:
-            part.__dict__.pop(_CALLED_BY, None)
+        _running.call = around
 
 
 def _hooks(part: nn.Module, role: Role) -> dict:
@@ -125,14 +135,14 @@ def _mode() -> tuple:
 def _with_norm_ahead(block: "AdoptedBlock", x: Any) -> Any:
     """The stream that the block gets, with what its first norm will give."""
     plan, dtype = block._plan, getattr(x, "dtype", None)
-    if not fits(x, plan.width):
+    if not (plan.enters or block._in_fp32) or not fits(x, plan.width):
         return x
     if block._in_fp32:
         dtype, x = next(block.parameters(), x).dtype, x.float()
     norm: Any = part_of(block, plan.enters) if plan.enters else None
     if norm is None or not can_go_along(norm) or not x.is_contiguous():
         return x
-    own, dtype = norm.out_dtype(x.dtype), taken(norm, norm.out_dtype(dtype), x, plan.follows)
+    own, dtype = norm.out_dtype(x.dtype), under_autocast(norm, norm.out_dtype(dtype), x, plan.follows)
     one_node = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
     return look_ahead(norm, x, dtype, {}) if one_node or dtype is not own else x
 

@@ -304,7 +304,7 @@ class _Bench:
                 if isinstance(what, Lazy) and what.residual is None:
                     plan.modulated = tuple(dict.fromkeys((*plan.modulated, what.roles[0].path)))
                 elif isinstance(what, Lazy):
-                    sums.append(_Sum(what.roles[0], what.then(), t, t._version))
+                    sums.append(_Sum(what.roles[0], what.but(), t, t._version))
                 elif isinstance(t, Tensor):
                     if has_rows_of(t, x) and not plan.enters:
                         plan.enters = paths[what]
@@ -335,7 +335,7 @@ class _Bench:
             before = [other for other in sums if other.r is one.of.residual and not (other.norm or other.of.parts)]
             if before and not one.of.parts and one.of.x1 is None is before[0].of.x1 and one.of.x.dtype == before[0].of.x.dtype:
                 found[before[0].role.path] = replace(before[0].role, waits=True)
-                one.of, one.with_waiting = one.of.then(x1=before[0].of.x), (before[0].role.path,)
+                one.of, one.with_waiting = one.of.but(x1=before[0].of.x), (before[0].role.path,)
                 before[0].norm = "of another sum"
         useful = {*plan.modulated}
         plan.gain += 8 * len(plan.modulated)  # more than a sum and its norm, without scale and shift, in the two modes

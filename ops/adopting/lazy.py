@@ -180,7 +180,9 @@ class Lazy:
         Its node in autograd's graph gives the stream again. A sum that the block adds to the stream takes it from there, so one
         kernel adds up both gradients of the stream."""
         x, norm, gate = self.x, self.parts["branch_norm"], self.parts["gate"]
-        dtype = promoted(norm.out_dtype(x.dtype), gate, shift)
+        dtype = norm.out_dtype(x.dtype)
+        if dtype is not torch.float32:  # beside which no gate or shift counts
+            dtype = promoted(dtype, gate, shift)
         dtype = under_autocast(norm, dtype, x, self.roles[0].follows)
         prenorm = self.past is not None and torch.is_grad_enabled() and x.requires_grad
         y = norm.modulated(x, gate, shift, prenorm=prenorm, out_dtype=dtype)
@@ -228,6 +230,10 @@ class Lazy:
         if "rowscale" in found:
             found["rowscale"] = found["rowscale"].expand(self.x.shape[:-1])
         return found
+
+    def is_open(self) -> bool:
+        """Whether it is not computed yet, nor made with gradients and used without, or the other way round."""
+        return self._value is None and self._had_grad == torch.is_grad_enabled()
 
     def is_branch(self) -> bool:
         """Whether more can be done to it: nothing is added yet, and it has no gate."""
@@ -311,19 +317,24 @@ def settled(x: Any) -> Any:
 def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     if out is not None or alpha != 1:
         return torch.add(*settled((a, b)), alpha=alpha, out=out)
-    a, b = _open(a) if isinstance(a, Lazy) else a, _open(b) if isinstance(b, Lazy) else b
-    if not isinstance(b, Lazy):
+    if isinstance(a, Lazy):
+        if isinstance(b, Lazy):
+            return _added(a, b)
         a, b = b, a
     if not isinstance(b, Lazy):
         return a + b
-    if not isinstance(a, Lazy):
-        is_float = isinstance(a, Tensor) and b.residual is None and a.is_floating_point()
-        if is_float and a.shape == b.x.shape:
+    if isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and b.is_open():
+        if a.shape == b.x.shape:
             if (dtype := b.dtype) is a.dtype or torch.promote_types(dtype, a.dtype) is a.dtype:
                 return b.but(residual=a) if b.x1 is None and b.roles and b.roles[0].waits else b.summed(a)
-        elif is_float and "gate" in b.parts and "branch_norm" in b.parts and per_sample(a, b.x):
+        elif b.is_modulated() and per_sample(a, b.x):
             return b.modulated(a)  # of one token a sample, a shift can't be told from a stream
-        return a + b.tensor()
+    return a + b.tensor()
+
+
+def _added(a: Lazy, b: Lazy) -> Any:
+    if not (a.is_open() and b.is_open()):
+        return add(*[t if t.is_open() else t.tensor() for t in (a, b)])
     if a.parts or b.parts or a.x.dtype != b.x.dtype or a.shape != b.shape or a.x1 is not None or b.x1 is not None:
         return a.tensor() + b.tensor()
     residual = a.residual if b.residual is None else b.residual
@@ -332,22 +343,16 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
 
 
 def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
-    a, b = (a, b) if isinstance(a, Lazy) else (b, a)
-    branch = _open(a) if isinstance(a, Lazy) else a
-    if isinstance(branch, Lazy) and branch.is_branch() and out is None:
-        if isinstance(b, Tensor):
-            if (product := _scaled(branch, b)) is not None:
+    branch, by = (a, b) if isinstance(a, Lazy) else (b, a)
+    if out is None and isinstance(branch, Lazy) and branch.is_branch() and branch.is_open():
+        if isinstance(by, Tensor):
+            if (product := _scaled(branch, by)) is not None:
                 return product
-        elif isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
-            if b == 1:  # as a configuration's factors are that are off
+        elif isinstance(by, int | float) and not isinstance(by, bool) and math.isfinite(by):
+            if by == 1:  # as a configuration's factors are that are off
                 return branch
-            return branch.then(scale=branch.parts.get("scale", 1.0) * b)
+            return branch.then(scale=branch.parts.get("scale", 1.0) * by)
     return torch.mul(*settled((a, b)), out=out)
-
-
-def _open(x: Lazy) -> Any:
-    """x, or its tensor where that is known, or where it was made with gradients and is used without, or the other way round."""
-    return x if x._value is None and x._had_grad == torch.is_grad_enabled() else x.tensor()
 
 
 def _scaled(branch: Lazy, by: Tensor) -> Any:
@@ -373,7 +378,7 @@ def per_sample(v: Tensor, x: Tensor) -> bool:
     """Whether v has a row for each sample of x, as the kernels take scale, shift and gate: (B, 1, N) beside (B, tokens, N)."""
     shape, of = v.shape, x.shape
     n = len(of) - 2  # the last dimension that may count samples
-    if len(shape) != len(of) or n < 0 or shape[n] != 1 or shape[-1] != of[-1] or of[-1] > MOST_COLUMNS:
+    if n < 0 or len(shape) != n + 2 or shape[n] != 1 or shape[-1] != of[-1] or of[-1] > MOST_COLUMNS:
         return False
     while n >= 0 and shape[n] == 1:
         n -= 1
@@ -406,8 +411,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     """seed: for `trial`. It is drawn here, so that everybody who computes the value drops the same elements."""
     if not training or p == 0.0:
         return input
-    input = _open(input) if isinstance(input, Lazy) else input
-    if isinstance(input, Lazy) and input.is_branch() and "dropout_p" not in input.parts and p < 1.0:
+    if isinstance(input, Lazy) and input.is_branch() and input.is_open() and "dropout_p" not in input.parts and p < 1.0:
         if seed is None:
             seed = draw_seed(input.x.device, is_eager((input.x,)))
         return input.then(dropout_p=p, seed=seed)

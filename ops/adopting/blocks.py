@@ -9,7 +9,6 @@ block's forward. Hooks of the block run around all of this.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from ..torch_state import has_hooks, saved_through
 from .adopted import Adopted, become
-from .lazy import Lazy, can_go_along, look_ahead, settled, under_autocast
+from .lazy import Lazy, Role, can_go_along, look_ahead, settled, under_autocast
 
 _HOOK: Any = "prenorm"  # its key among a part's hooks: the same in all blocks, or else Dynamo compiles each block anew
 
@@ -39,27 +38,12 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@dataclass
-class Role:
-    """Of a part whose output goes into a sum."""
-
-    path: str
-    takes: bool = False  # the part computes its output from a Lazy: a dropout, drop path, layer scale or norm
-    scales: bool = False  # what it gives is to be computed when it has got its gate: no shift follows
-    next_norm: str = ""  # path of the norm that is called on the sum
-    viewed: bool = False  # it is called on a view of the sum
-    waits: bool = False  # the sum gets another branch
-    follows: bool = True  # what the norm gives may take the branch's dtype, or autocast's, where the sum is in fp32
-    passes: tuple[str, ...] = ()  # paths of the modules that the output goes through before it is added
-
-
 @dataclass(eq=False)
 class Source:
     """A hook of a part: its output becomes a `Lazy`, or its input. A bound method of it can be copied and pickled."""
 
-    block: nn.Module
+    block: Any  # an AdoptedBlock
     role: Role
-    width: int
 
     def enter(self, part: nn.Module, args: tuple) -> Any:
         lazy = self._lazy(part, args[0]) if args else None
@@ -79,7 +63,8 @@ class Source:
             if call is None or call.mode != _mode():
                 return None
             block, _, past = call
-        if part_of(block, role.path) is not part or not fits(x, self.width) or x.dim() == 1 or has_hooks(part, _HOOK):
+        fitting = part_of(block, role.path) is part and fits(x, block._plan.width) and x.dim() > 1
+        if not fitting or has_hooks(part, _HOOK):
             return None
         for path in role.passes:
             other = part_of(block, path)
@@ -104,27 +89,6 @@ def part_of(block: nn.Module, path: str) -> Any:
         if part is None:
             return None
     return part
-
-
-def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """The block's own forward, in which its norms and sums are computed together."""
-    argument = block._plan.argument
-    if args:
-        args = (_with_norm_ahead(block, args[0]), *args[1:])
-    elif argument in kwargs:
-        kwargs = {**kwargs, argument: _with_norm_ahead(block, kwargs[argument])}
-    if torch.compiler.is_compiling():
-        return settled(own_forward(block, *args, **kwargs))
-    around, _running.call = _running.call, Call(block, _mode(), {})
-    try:
-        return settled(own_forward(block, *args, **kwargs))
-    finally:
-        _running.call = around
-
-
-def _hooks(part: nn.Module, role: Role) -> dict:
-    """Those of the part among which its `Source` is."""
-    return part._forward_pre_hooks if role.takes else part._forward_hooks
 
 
 def _mode() -> tuple:
@@ -157,7 +121,18 @@ class AdoptedBlock(Adopted):
     def _made(cls, own: Any, how: Any, recognised: Any) -> dict[str, Any]:
         @wraps(own.forward)
         def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
-            return run(self, own.forward, args, kwargs)  # which a tool may have replaced since
+            argument = self._plan.argument
+            if args:
+                args = (_with_norm_ahead(self, args[0]), *args[1:])
+            elif argument in kwargs:
+                kwargs[argument] = _with_norm_ahead(self, kwargs[argument])
+            if torch.compiler.is_compiling():
+                return settled(own.forward(self, *args, **kwargs))  # which a tool may have replaced since
+            around, _running.call = _running.call, Call(self, _mode(), {})
+            try:
+                return settled(own.forward(self, *args, **kwargs))
+            finally:
+                _running.call = around
 
         return {"forward": forward}
 
@@ -171,7 +146,8 @@ def fuse(block: Any, plan: Any, residual_in_fp32: bool = False) -> None:
     """Raises TypeError if Python can't give the block's class a subclass."""
     become(block, AdoptedBlock, _plan=plan, _in_fp32=residual_in_fp32)
     for role in plan.roles:
-        source, hooks = Source(block, role, plan.width), _hooks(block.get_submodule(role.path), role)
+        source, part = Source(block, role), block.get_submodule(role.path)
+        hooks = part._forward_pre_hooks if role.takes else part._forward_hooks
         hooks[_HOOK] = _of_several_blocks if _HOOK in hooks else source.enter if role.takes else source.leave
 
 

@@ -16,6 +16,7 @@ additions, scales, dropout.
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -116,14 +117,28 @@ def under_autocast(norm: Any, dtype: torch.dtype, stream: Tensor, follows: bool)
     return product_dtype(stream) if follows else dtype
 
 
+@dataclass
+class Role:
+    """Of a part whose output goes into a sum."""
+
+    path: str = ""
+    takes: bool = False  # the part computes its output from a Lazy: a dropout, drop path, layer scale or norm
+    scales: bool = False  # what it gives is to be computed when it has got its gate: no shift follows
+    next_norm: str = ""  # path of the norm that is called on the sum
+    viewed: bool = False  # it is called on a view of the sum
+    waits: bool = False  # the sum gets another branch
+    follows: bool = True  # what the norm gives may take the branch's dtype, or autocast's, where the sum is in fp32
+    passes: tuple[str, ...] = ()  # paths of the modules that the output goes through before it is added
+
+
 class Lazy:
     """Takes part in a program as the tensor that it stands for."""
 
     def __init__(
-        self, x: Tensor, roles: tuple = (), next_norm: Any = None, past: dict | None = None, parts: dict | None = None,
+        self, x: Tensor, roles: tuple = (Role(),), next_norm: Any = None, past: dict | None = None, parts: dict | None = None,
         residual: Tensor | None = None, x1: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """x: (..., N), of a sublayer; roles: the `blocks.Role` of what made it, and of what made x1; next_norm: the AdoptedNorm
+        """x: (..., N), of a sublayer; roles: the `Role` of what made it, and that of what made x1; next_norm: the AdoptedNorm
         that will be called on the sum that this goes into; past: of streams that were normed in this call of the block, see
         `modulated`; parts: what is to be done to x, as arguments of `norm_fn` but for branch_norm, an AdoptedNorm, scale, a
         number, and gate, see `per_sample`; residual: x's shape, there where a second branch is to come; x1: a second branch."""
@@ -153,26 +168,23 @@ class Lazy:
         return self._value
 
     def _plus(self, residual: Tensor | None) -> Tensor:
-        if "gate" in self.parts:
-            return self._gated(residual)
-        if not self.parts and (self.x1 is None or residual is None):
+        x, parts, norm = self.x, self.parts, self.parts.get("branch_norm")
+        if "gate" in parts:
+            if norm is not None:
+                if residual is None:
+                    return self.modulated()
+                x = norm.of_tensor(x)
+            if residual is not None and residual.dtype in KERNEL_DTYPES:
+                return gated_sum(x, residual, parts["gate"])
+            return x * parts["gate"] if residual is None else residual + x * parts["gate"]
+        if not parts and (self.x1 is None or residual is None):
             other = residual if self.x1 is None else self.x1
-            return self.x if other is None else other + self.x
+            return x if other is None else other + x
         if residual is None and self.is_only_normed():
-            return self.parts["branch_norm"].of_tensor(self.x)
-        norm, dtype = self.parts.get("branch_norm"), self.dtype if residual is None else residual.dtype
-        options = {} if norm is None else norm.options(self.x.dtype)
+            return parts["branch_norm"].of_tensor(x)
+        options, dtype = {} if norm is None else norm.options(x.dtype), self.dtype if residual is None else residual.dtype
         arguments = self._arguments(residual)
-        return norm_fn(Norm.none, self.x, **arguments, **options, out_dtype=dtype, residual_in_fp32=dtype is torch.float32)  # type: ignore[return-value]
-
-    def _gated(self, residual: Tensor | None) -> Tensor:
-        gate, is_normed = self.parts["gate"], "branch_norm" in self.parts
-        if residual is None and is_normed:
-            return self.modulated()
-        x = self.parts["branch_norm"].of_tensor(self.x) if is_normed else self.x
-        if residual is None:
-            return x * gate
-        return gated_sum(x, residual, gate) if residual.dtype in KERNEL_DTYPES else residual + x * gate
+        return norm_fn(Norm.none, x, **arguments, **options, out_dtype=dtype, residual_in_fp32=dtype is torch.float32)  # type: ignore[return-value]
 
     def modulated(self, shift: Tensor | None = None) -> Tensor:
         """gate ⊙ N(x) + shift, in one kernel.
@@ -193,14 +205,12 @@ class Lazy:
             WATCH(self, y)
         return y
 
-    def _past_its_norm(self, stream: Tensor) -> Tensor:
-        x, r, version = self.past.get(id(stream), _NEVER) if self.past else _NEVER
-        return r if x is stream and version == stream._version else stream
-
     def summed(self, residual: Tensor) -> Tensor:
         """The sum with the stream, and the norm behind it if there is one."""
         norm, of, stream = self.next_norm, self, residual
-        residual = self._past_its_norm(stream)
+        x, r, version = self.past.get(id(stream), _NEVER) if self.past else _NEVER
+        if x is stream and version == stream._version:
+            residual = r
         # In a graph, nobody can tell of what a tensor is a view.
         if norm is None or not can_go_along(norm) or (self.roles[0].viewed and torch.compiler.is_compiling()):
             r = self._plus(residual)  # a hook gets the sum before the norm, with its whole gradient
@@ -244,9 +254,6 @@ class Lazy:
 
     def is_modulated(self) -> bool:
         return "branch_norm" in self.parts and "gate" in self.parts
-
-    def holds_weights(self) -> bool:
-        return "branch_norm" in self.parts or "branch_weight" in self.parts
 
     def transpose(self, a: int, b: int) -> Any:
         rows_stay = not {a, b} & {-1, self.x.dim() - 1}
@@ -326,7 +333,7 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     if isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and b.is_open():
         if a.shape == b.x.shape:
             if (dtype := b.dtype) is a.dtype or torch.promote_types(dtype, a.dtype) is a.dtype:
-                return b.but(residual=a) if b.x1 is None and b.roles and b.roles[0].waits else b.summed(a)
+                return b.but(residual=a) if b.x1 is None and b.roles[0].waits else b.summed(a)
         elif b.is_modulated() and per_sample(a, b.x):
             return b.modulated(a)  # of one token a sample, a shift can't be told from a stream
     return a + b.tensor()
@@ -361,15 +368,15 @@ def _scaled(branch: Lazy, by: Tensor) -> Any:
     if by.device != x.device:
         return None
     if per_sample(by, x):
-        if parts and not (len(parts) == 1 and roles and "branch_norm" in parts and parts["branch_norm"].can_be_modulated()):
+        if parts and not (len(parts) == 1 and "branch_norm" in parts and parts["branch_norm"].can_be_modulated()):
             branch = Lazy(branch.tensor(), roles, branch.next_norm, branch.past)
         gated = branch.then(gate=by)
-        return gated.tensor() if roles and roles[0].scales else gated
+        return gated.tensor() if roles[0].scales else gated
     shape, of = by.shape, x.shape
     if not by.is_floating_point():
         return None
     if shape == of[-1:]:
-        return None if branch.holds_weights() else branch.then(branch_weight=by)
+        return None if "branch_norm" in parts or "branch_weight" in parts else branch.then(branch_weight=by)
     of_rows = len(shape) == len(of) and shape[-1] == 1 < of[-1] and all(n in (1, m) for n, m in zip(shape, of, strict=True))
     return branch.then(rowscale=by.squeeze(-1)) if of_rows and "rowscale" not in parts else None
 

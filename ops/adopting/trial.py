@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from ..checks import KERNEL_DTYPES
 from . import lazy
 from .adopted import raised
-from .blocks import Role, fuse
-from .lazy import Lazy, has_rows_of
+from .blocks import fuse
+from .lazy import Lazy, Role, has_rows_of
 from .norms import AdoptedNorm
 from .recognise import undisturbed
 from .results import difference, floats_in, upstream
@@ -51,10 +51,10 @@ class Trial:
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)  # path of a norm → what its kernel does along
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what the kernels of sums do that compute no norm
     modulated: tuple[str, ...] = ()  # paths of the norms whose kernels do the scale and shift of each sample along
-    follows: bool = True  # see `blocks.Role`
+    follows: bool = True  # see `lazy.Role`
     gain: int = 0  # the more kernels do, the higher
     how: tuple = ()  # the parts that ran as they are, the shape of x and the other arguments
-    tried: tuple[tuple[str, bool, bool], ...] = ()  # of the parts whose outputs were seen in sums: path, takes, scales
+    tried: tuple[Role, ...] = ()  # of the parts whose outputs were seen in sums
 
 
 class LeftAlone(Exception):
@@ -234,7 +234,7 @@ class _Bench:
         self.learn_calls()
         calls = self.calls
         if like is not None:
-            plan, _ = self._observed([Role(*of) for of in like.tried])
+            plan, _ = self._observed([*like.tried])
             if (plan.gain, plan.norms, plan.modulated) != (like.gain, like.norms, like.modulated):
                 raise LeftAlone("it is not like the other")
             self._compare(like)
@@ -252,7 +252,7 @@ class _Bench:
                     break
         passes_of = {role.path: role.passes for role in roles}
         plan.roles = [replace(role, passes=passes_of[role.path]) for role in plan.roles]
-        plan.tried = tuple((role.path, role.takes, role.scales) for role in roles)
+        plan.tried = tuple(roles)
         if plan.gain:
             try:
                 self._compare(plan)

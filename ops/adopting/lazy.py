@@ -36,7 +36,6 @@ _LOST = (
     "an autograd.Function got what a sublayer of a fused block gave, before its sum, and would lose its gradient. "
     "Where a flag of the block decides that: set the flag, then call adopt; or leave the block alone with only="
 )
-_NEVER = (None, None, None)  # in the place of what `Lazy.past` has of a stream
 _METADATA = {"device", "ndim", "size", "dim", "numel", "is_floating_point", "is_nested", "new_empty"}
 
 
@@ -200,7 +199,7 @@ class Lazy:
         y = norm.modulated(x, gate, shift, prenorm=prenorm, out_dtype=dtype)
         if prenorm:
             y, r = y
-            self.past[id(x)] = x, r, x._version  # type: ignore[index]
+            self.past[id(x)] = x, r, x._version  # type: ignore[index]  # with x, whose id is nobody else's then
         if WATCH is not None:
             WATCH(self, y)
         return y
@@ -208,9 +207,9 @@ class Lazy:
     def summed(self, residual: Tensor) -> Tensor:
         """The sum with the stream, and the norm behind it if there is one."""
         norm, of, stream = self.next_norm, self, residual
-        x, r, version = self.past.get(id(stream), _NEVER) if self.past else _NEVER
-        if x is stream and version == stream._version:
-            residual = r
+        past: Any = self.past and self.past.get(id(stream))
+        if past and past[-1] == stream._version:
+            residual = past[1]
         # In a graph, nobody can tell of what a tensor is a view.
         if norm is None or not can_go_along(norm) or (self.roles[0].viewed and torch.compiler.is_compiling()):
             r = self._plus(residual)  # a hook gets the sum before the norm, with its whole gradient

@@ -11,7 +11,7 @@ block's forward. Hooks of the block run around all of this.
 import threading
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,10 @@ from .lazy import Lazy, Role, can_go_along, look_ahead, settled, under_autocast
 _HOOK: Any = "prenorm"  # its key among a part's hooks: the same in all blocks, or else Dynamo compiles each block anew
 
 
-class Call(NamedTuple):
-    """Of a block's own forward."""
-
-    block: "AdoptedBlock"
-    mode: tuple  # see `_mode`
-    past: dict  # see `Lazy`
-
-
 class _Running(threading.local):
-    call: Call | None = None  # the innermost; a compiled graph knows none
+    """Of the innermost block whose own forward runs, where that is no compiled graph: the block, its `_mode`, `Lazy.past`."""
+
+    call: tuple = None, None, None
 
 
 _running = _Running()
@@ -59,10 +53,9 @@ class Source:
         """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
         block, role, past = self.block, self.role, None
         if not torch.compiler.is_compiling():
-            call = _running.call
-            if call is None or call.mode != _mode():
+            block, mode, past = _running.call
+            if mode != _mode():
                 return None
-            block, _, past = call
         fitting = part_of(block, role.path) is part and fits(x, block._plan.width) and x.dim() > 1
         if not fitting or has_hooks(part, _HOOK):
             return None
@@ -75,10 +68,7 @@ class Source:
 
 def fits(x: Any, width: int) -> bool:
     """Whether it is a stream of rows of this width."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.is_nested:
-        return False
-    shape = x.shape
-    return len(shape) > 0 and shape[-1] == width
+    return isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested and x.dim() > 0 and x.shape[-1] == width
 
 
 def part_of(block: nn.Module, path: str) -> Any:
@@ -128,7 +118,7 @@ class AdoptedBlock(Adopted):
                 kwargs[argument] = _with_norm_ahead(self, kwargs[argument])
             if torch.compiler.is_compiling():
                 return settled(own.forward(self, *args, **kwargs))  # which a tool may have replaced since
-            around, _running.call = _running.call, Call(self, _mode(), {})
+            around, _running.call = _running.call, (self, _mode(), {})
             try:
                 return settled(own.forward(self, *args, **kwargs))
             finally:

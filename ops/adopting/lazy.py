@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -130,18 +131,21 @@ class Role:
     passes: tuple[str, ...] = ()  # paths of the modules that the output goes through before it is added
 
 
+_NO_ROLES = (Role(),)  # of a Lazy that no part of a block gives
+
+
 class Lazy:
     """Takes part in a program as the tensor that it stands for."""
 
     def __init__(
-        self, x: Tensor, roles: tuple = (Role(),), next_norm: Any = None, past: dict | None = None, parts: dict | None = None,
+        self, x: Tensor, roles: tuple = (), next_norm: Any = None, past: dict | None = None, parts: dict | None = None,
         residual: Tensor | None = None, x1: Tensor | None = None,
     ) -> None:  # fmt: skip
         """x: (..., N), of a sublayer; roles: the `Role` of what made it, and that of what made x1; next_norm: the AdoptedNorm
         that will be called on the sum that this goes into; past: of streams that were normed in this call of the block, see
         `modulated`; parts: what is to be done to x, as arguments of `norm_fn` but for branch_norm, an AdoptedNorm, scale, a
         number, and gate, see `per_sample`; residual: x's shape, there where a second branch is to come; x1: a second branch."""
-        self.x, self.roles, self.next_norm, self.past, self.parts = x, roles, next_norm, past, parts or {}
+        self.x, self.roles, self.next_norm, self.past, self.parts = x, roles or _NO_ROLES, next_norm, past, parts or {}
         self.residual, self.x1 = residual, x1
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
         self._value: Tensor | None = None
@@ -192,8 +196,8 @@ class Lazy:
         kernel adds up both gradients of the stream."""
         x, norm, gate = self.x, self.parts["branch_norm"], self.parts["gate"]
         dtype = norm.out_dtype(x.dtype)
-        if dtype is not torch.float32:  # beside which no gate or shift counts
-            dtype = promoted(dtype, gate, shift)
+        if dtype is not torch.float32:  # which no gate or shift widens
+            dtype = reduce(torch.promote_types, [t.dtype for t in (gate, shift) if t is not None], dtype)
         dtype = under_autocast(norm, dtype, x, self.roles[0].follows)
         prenorm = self.past is not None and torch.is_grad_enabled() and x.requires_grad
         y = norm.modulated(x, gate, shift, prenorm=prenorm, out_dtype=dtype)
@@ -275,8 +279,11 @@ class Lazy:
             return self.x.dtype
         if self.is_only_normed():
             return self.parts["branch_norm"].out_dtype(self.x.dtype)
-        get = self.parts.get
-        return promoted(self.x.dtype, get("branch_weight"), get("rowscale"), get("gate"))
+        dtype = self.x.dtype
+        for name in ("branch_weight", "rowscale", "gate"):
+            if name in self.parts:
+                dtype = torch.promote_types(dtype, self.parts[name].dtype)
+        return dtype
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -393,14 +400,6 @@ def per_sample(v: Tensor, x: Tensor) -> bool:
     return n < 0 and v.dtype in KERNEL_DTYPES and x.dtype in KERNEL_DTYPES
 
 
-def promoted(dtype: torch.dtype, *others: Any) -> torch.dtype:
-    """That of a result with all of these that are there."""
-    for other in others:
-        if other is not None and other.dtype is not dtype:
-            dtype = torch.promote_types(dtype, other.dtype)
-    return dtype
-
-
 def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1, out: Any = None) -> Any:
     if value != 1 or out is not None:
         return torch.addcmul(*settled((input, tensor1, tensor2)), value=value, out=out)
@@ -445,6 +444,5 @@ def _operator(name: str) -> Callable:
     return handler or (lambda self, *operands: getattr(self.tensor(), name)(*settled(operands)))
 
 
-for _name in _OPERATORS.split():
-    setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
-Lazy.add, Lazy.mul, Lazy.multiply, Lazy.div, Lazy.addcmul = add, multiply, multiply, divide, addcmul  # type: ignore[attr-defined]
+for _name in (*[f"__{name}__" for name in _OPERATORS.split()], "add", "mul", "multiply", "div", "addcmul"):
+    setattr(Lazy, _name, _operator(_name))

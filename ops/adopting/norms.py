@@ -143,18 +143,13 @@ class AdoptedNorm(Adopted):
             return torch.empty_like(x, dtype=y.dtype).copy_(y)
         return y
 
-    def modulated(
-        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, residual: Tensor | None = None,
-        gate: Tensor | None = None, *, prenorm: bool, out_dtype: torch.dtype,
-    ) -> Any:  # fmt: skip
-        """`modulated_norm_fn` with the norm's own arguments, of which scale is the whole factor."""
+    def modulated(self, x: Tensor, *modulation: Tensor | None, **what: Any) -> Any:
+        """`modulated_norm_fn` with these arguments and the norm's own; scale is the whole factor."""
         formula, (weight, bias) = self.formula, self.weights()
         if formula.zero_centered_weight and weight is not None:
             weight = weight.float() + 1
-        return modulated_norm_fn(
-            x, scale, shift, residual, gate, weight, bias, eps=self.eps_of(x.dtype), is_rms_norm=formula.norm is _RMSNORM,
-            prenorm=prenorm, out_dtype=out_dtype, zero_centered_scale=False,
-        )  # fmt: skip
+        what |= {"weight": weight, "bias": bias, "eps": self.eps_of(x.dtype), "zero_centered_scale": False}
+        return modulated_norm_fn(x, *modulation, is_rms_norm=formula.norm is _RMSNORM, **what)
 
     def can_be_modulated(self) -> bool:
         return self.formula.norm in (_LAYERNORM, _RMSNORM)

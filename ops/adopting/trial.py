@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import KERNEL_DTYPES
 from . import lazy
-from .adopted import raised
+from .adopted import LeftAlone, raised
 from .blocks import fuse
 from .lazy import Lazy, Role, has_rows_of
 from .norms import AdoptedNorm
@@ -55,10 +55,6 @@ class Trial:
     gain: int = 0  # the more kernels do, the higher
     how: tuple = ()  # the parts that ran as they are, the shape of x and the other arguments
     tried: tuple[Role, ...] = ()  # of the parts whose outputs were seen in sums
-
-
-class LeftAlone(Exception):
-    """The reason, in words."""
 
 
 def try_block(block: nn.Module, like: Trial | str | None = None) -> Trial | str:
@@ -262,8 +258,11 @@ class _Bench:
             longer = {path: length for path, length in self.returns.lengths.items() if length > 1}
             if len(longer) < len(self.returns.lengths):  # the block may ask whether it is a tensor that it got
                 self.returns.lengths = longer
-                if self._runs():
-                    self._compare(plan)
+                try:
+                    self._run(self._clone(), self.x, training=True)
+                except Exception:  # anybody's code
+                    return plan
+                self._compare(plan)
         return plan
 
     def learn_calls(self) -> None:
@@ -370,13 +369,6 @@ class _Bench:
                 wanted, found = (self._results(clone, training, through) for clone in (plain, fused))
             if differs := difference(wanted, found, torch.bfloat16 if autocast else torch.float32):
                 raise LeftAlone(f"when its sums are computed with its norms, {differs}, {how}")
-
-    def _runs(self) -> bool:
-        try:
-            self._run(self._clone(), self.x, training=True)
-        except Exception:  # anybody's code
-            return False
-        return True
 
     def _results(self, clone: nn.Module, training: bool, through: Any = None) -> dict[str, Tensor]:
         """Outputs, what the block keeps as attributes, and all their gradients."""

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 Only = Callable[[str, nn.Module], bool] | None  # of a module's name and the module: whether it may be changed
 
 
+class LeftAlone(Exception):
+    """The reason, in words."""
+
+
 class Adopted(nn.Module):
     """Its direct subclasses are the kinds of such modules. Its names are private, as modules have names of their own."""
 

@@ -67,7 +67,7 @@ def _later(norm: str) -> str:
 def _leaving(name: str) -> Callable[[Any, Tensor], Any]:
     def leave(self: nn.Module, x: Tensor) -> Any:
         norm = getattr(self, name)
-        return Lazy(x, branch_norm=norm) if can_go_along(norm) else norm(x)
+        return Lazy(x, parts={"branch_norm": norm}) if can_go_along(norm) else norm(x)
 
     return leave
 

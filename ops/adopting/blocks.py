@@ -8,7 +8,7 @@ What enters and leaves the block is a tensor, and so is what a part gives that h
 block's forward. Hooks of the block run around all of this.
 """
 
-from collections.abc import Callable
+import threading
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -18,34 +18,26 @@ from torch import Tensor, nn
 
 from ..torch_state import has_hooks, saved_through
 from .adopted import Adopted, become
-from .lazy import Lazy, can_go_along, look_ahead, settled, taken
+from .lazy import Lazy, Role, can_go_along, look_ahead, settled, under_autocast
 
-_CALLED_BY = "_called_by"  # of a part: the block whose forward runs, its `_mode`, and `Lazy.past`
-_NOBODY = (None, None, None)
 _HOOK: Any = "prenorm"  # its key among a part's hooks: the same in all blocks, or else Dynamo compiles each block anew
 
 
-@dataclass
-class Role:
-    """Of a part whose output goes into a sum."""
+class _Running(threading.local):
+    """Of the innermost block whose own forward runs, where that is no compiled graph: the block, its `_mode`, `Lazy.past`."""
 
-    path: str
-    takes: bool = False  # the part computes its output from a Lazy: a dropout, drop path, layer scale or norm
-    scales: bool = False  # what it gives is to be computed when it has got its gate: no shift follows
-    next_norm: str = ""  # path of the norm that is called on the sum
-    viewed: bool = False  # it is called on a view of the sum
-    waits: bool = False  # the sum gets another branch
-    follows: bool = True  # what the norm gives may take the branch's dtype, or autocast's, where the sum is in fp32
-    passes: tuple[str, ...] = ()  # paths of the modules that the output goes through before it is added
+    call: tuple = None, None, None
+
+
+_running = _Running()
 
 
 @dataclass(eq=False)
 class Source:
     """A hook of a part: its output becomes a `Lazy`, or its input. A bound method of it can be copied and pickled."""
 
-    block: nn.Module
+    block: Any  # an AdoptedBlock
     role: Role
-    width: int
 
     def enter(self, part: nn.Module, args: tuple) -> Any:
         lazy = self._lazy(part, args[0]) if args else None
@@ -61,22 +53,22 @@ class Source:
         """x as a Lazy, if the block's forward called the part, and nobody else sees it or a module that it goes through."""
         block, role, past = self.block, self.role, None
         if not torch.compiler.is_compiling():
-            block, mode, past = part.__dict__.get(_CALLED_BY, _NOBODY)
+            block, mode, past = _running.call
             if mode != _mode():
                 return None
-        elif part_of(block, role.path) is not part:  # a graph follows no marks in checkpointed parts of it
-            return None
-        if not fits(x, self.width) or x.dim() == 1 or has_hooks(part, _HOOK):
+        fitting = part_of(block, role.path) is part and fits(x, block._plan.width) and x.dim() > 1
+        if not fitting or has_hooks(part, _HOOK):
             return None
         for path in role.passes:
             other = part_of(block, path)
             if other is None or has_hooks(other):
                 return None
-        return Lazy(x, (role,), part_of(block, role.next_norm) if role.next_norm else None, past=past)
+        return Lazy(x, (role,), part_of(block, role.next_norm) if role.next_norm else None, past)
 
 
 def fits(x: Any, width: int) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested and x.shape[-1:] == (width,)
+    """Whether it is a stream of rows of this width."""
+    return isinstance(x, Tensor) and x.is_floating_point() and not x.is_nested and x.dim() > 0 and x.shape[-1] == width
 
 
 def part_of(block: nn.Module, path: str) -> Any:
@@ -89,34 +81,6 @@ def part_of(block: nn.Module, path: str) -> Any:
     return part
 
 
-def run(block: "AdoptedBlock", own_forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """The block's own forward, in which its norms and sums are computed together."""
-    argument = block._plan.argument
-    if args:
-        args = (_with_norm_ahead(block, args[0]), *args[1:])
-    elif argument in kwargs:
-        kwargs = {**kwargs, argument: _with_norm_ahead(block, kwargs[argument])}
-    if torch.compiler.is_compiling():
-        return settled(own_forward(block, *args, **kwargs))
-    mark: tuple = block, _mode(), {}
-    marked = []
-    for role in block._plan.roles:
-        part = part_of(block, role.path)
-        if part is not None and _HOOK in _hooks(part, role):  # otherwise another module is in its place
-            part.__dict__[_CALLED_BY] = mark
-            marked.append(part)
-    try:
-        return settled(own_forward(block, *args, **kwargs))
-    finally:
-        for part in marked:
-            part.__dict__.pop(_CALLED_BY, None)
-
-
-def _hooks(part: nn.Module, role: Role) -> dict:
-    """Those of the part among which its `Source` is."""
-    return part._forward_pre_hooks if role.takes else part._forward_hooks
-
-
 def _mode() -> tuple:
     """Whether gradients are recorded, and which checkpoint this is in: another one in a part of the block."""
     return torch.is_grad_enabled(), saved_through()
@@ -125,14 +89,14 @@ def _mode() -> tuple:
 def _with_norm_ahead(block: "AdoptedBlock", x: Any) -> Any:
     """The stream that the block gets, with what its first norm will give."""
     plan, dtype = block._plan, getattr(x, "dtype", None)
-    if not fits(x, plan.width):
+    if not (plan.enters or block._in_fp32) or not fits(x, plan.width):
         return x
     if block._in_fp32:
         dtype, x = next(block.parameters(), x).dtype, x.float()
     norm: Any = part_of(block, plan.enters) if plan.enters else None
     if norm is None or not can_go_along(norm) or not x.is_contiguous():
         return x
-    own, dtype = norm.out_dtype(x.dtype), taken(norm, norm.out_dtype(dtype), x, plan.follows)
+    own, dtype = norm.out_dtype(x.dtype), under_autocast(norm, norm.out_dtype(dtype), x, plan.follows)
     one_node = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
     return look_ahead(norm, x, dtype, {}) if one_node or dtype is not own else x
 
@@ -147,7 +111,18 @@ class AdoptedBlock(Adopted):
     def _made(cls, own: Any, how: Any, recognised: Any) -> dict[str, Any]:
         @wraps(own.forward)
         def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
-            return run(self, own.forward, args, kwargs)  # which a tool may have replaced since
+            argument = self._plan.argument
+            if args:
+                args = (_with_norm_ahead(self, args[0]), *args[1:])
+            elif argument in kwargs:
+                kwargs[argument] = _with_norm_ahead(self, kwargs[argument])
+            if torch.compiler.is_compiling():
+                return settled(own.forward(self, *args, **kwargs))  # which a tool may have replaced since
+            around, _running.call = _running.call, (self, _mode(), {})
+            try:
+                return settled(own.forward(self, *args, **kwargs))
+            finally:
+                _running.call = around
 
         return {"forward": forward}
 
@@ -161,7 +136,8 @@ def fuse(block: Any, plan: Any, residual_in_fp32: bool = False) -> None:
     """Raises TypeError if Python can't give the block's class a subclass."""
     become(block, AdoptedBlock, _plan=plan, _in_fp32=residual_in_fp32)
     for role in plan.roles:
-        source, hooks = Source(block, role, plan.width), _hooks(block.get_submodule(role.path), role)
+        source, part = Source(block, role), block.get_submodule(role.path)
+        hooks = part._forward_pre_hooks if role.takes else part._forward_hooks
         hooks[_HOOK] = _of_several_blocks if _HOOK in hooks else source.enter if role.takes else source.leave
 
 

@@ -16,6 +16,7 @@ additions, scales, dropout.
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from ..modulated import MOST_COLUMNS, gated_sum
 from ..norm import norm_fn
 from ..philox import draw_seed
 from ..reference import Norm
-from ..torch_state import has_hooks, is_eager, saved_through
+from ..torch_state import has_hooks, is_eager, product_dtype, saved_through
 
 WATCH: Callable | None = None  # sees each norm and its x and y, and each sum and its result: for `trial`, and checks of rows
 _LOST = (
@@ -109,32 +110,54 @@ def autocasts(device: torch.device) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-def taken(norm: Any, dtype: torch.dtype, stream: Tensor, follows: bool) -> torch.dtype:
+def under_autocast(norm: Any, dtype: torch.dtype, stream: Tensor, follows: bool) -> torch.dtype:
     """In which dtype a norm of an fp32 stream gives what it would give in this one: that of the matrix products behind it, as
     autocast would convert it for each of them. A norm that ends in fp32 whatever it gets is meant to. follows: of a `Role`."""
     follows = follows and stream.dtype is dtype is torch.float32 and norm.formula.out_dtype != "float32"
-    return torch.get_autocast_dtype(stream.device.type) if follows and autocasts(stream.device) else dtype
+    return product_dtype(stream) if follows else dtype
+
+
+@dataclass
+class Role:
+    """Of a part whose output goes into a sum."""
+
+    path: str = ""
+    takes: bool = False  # the part computes its output from a Lazy: a dropout, drop path, layer scale or norm
+    scales: bool = False  # what it gives is to be computed when it has got its gate: no shift follows
+    next_norm: str = ""  # path of the norm that is called on the sum
+    viewed: bool = False  # it is called on a view of the sum
+    waits: bool = False  # the sum gets another branch
+    follows: bool = True  # what the norm gives may take the branch's dtype, or autocast's, where the sum is in fp32
+    passes: tuple[str, ...] = ()  # paths of the modules that the output goes through before it is added
+
+
+_NO_ROLES = (Role(),)  # of a Lazy that no part of a block gives
 
 
 class Lazy:
     """Takes part in a program as the tensor that it stands for."""
 
     def __init__(
-        self, x: Tensor, roles: tuple = (), next_norm: Any = None, residual: Tensor | None = None, x1: Tensor | None = None,
-        past: dict | None = None, **parts: Any,
+        self, x: Tensor, roles: tuple = (), next_norm: Any = None, past: dict | None = None, parts: dict | None = None,
+        residual: Tensor | None = None, x1: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """x: (..., N), of a sublayer; roles: the `blocks.Role` of what made it, and of what made x1; next_norm: the AdoptedNorm
-        that will be called on the sum that this goes into; residual: x's shape, there where a second branch is to come; x1: a
-        second branch; past: of streams that were normed in this call of the block, see `modulated`; parts: what is to be done
-        to x, as arguments of `norm_fn` but for branch_norm, an AdoptedNorm, scale, a number, and gate, see `per_sample`."""
-        self.x, self.roles, self.next_norm, self.residual, self.x1, self.parts = x, roles, next_norm, residual, x1, parts
-        self.past = past
+        """x: (..., N), of a sublayer; roles: the `Role` of what made it, and that of what made x1; next_norm: the AdoptedNorm
+        that will be called on the sum that this goes into; past: of streams that were normed in this call of the block, see
+        `modulated`; parts: what is to be done to x, as arguments of `norm_fn` but for branch_norm, an AdoptedNorm, scale, a
+        number, and gate, see `per_sample`; residual: x's shape, there where a second branch is to come; x1: a second branch."""
+        self.x, self.roles, self.next_norm, self.past, self.parts = x, roles or _NO_ROLES, next_norm, past, parts or {}
+        self.residual, self.x1 = residual, x1
         self._had_grad = torch.is_grad_enabled()  # whether autograd records it
         self._value: Tensor | None = None
 
-    def then(self, **what: Any) -> "Lazy":
-        given = {name: getattr(self, name) for name in ("x", "roles", "next_norm", "residual", "x1", "past")}
-        return Lazy(**(given | self.parts | what))
+    def then(self, **parts: Any) -> "Lazy":
+        """A branch to which more is to be done."""
+        return Lazy(self.x, self.roles, self.next_norm, self.past, self.parts | parts)
+
+    def but(self, **arguments: Any) -> "Lazy":
+        """The same with others of these arguments."""
+        names = ("x", "roles", "next_norm", "past", "parts", "residual", "x1")
+        return Lazy(**{name: getattr(self, name) for name in names} | arguments)
 
     def tensor(self) -> Tensor:
         """The value. It is computed at the first call, with gradients if a tensor would have been computed with them."""
@@ -148,54 +171,49 @@ class Lazy:
         return self._value
 
     def _plus(self, residual: Tensor | None) -> Tensor:
-        if "gate" in self.parts:
-            return self._gated(residual)
-        if not self.parts and (self.x1 is None or residual is None):
+        x, parts, norm = self.x, self.parts, self.parts.get("branch_norm")
+        if "gate" in parts:
+            if norm is not None:
+                if residual is None:
+                    return self.modulated()
+                x = norm.of_tensor(x)
+            if residual is not None and residual.dtype in KERNEL_DTYPES:
+                return gated_sum(x, residual, parts["gate"])
+            return x * parts["gate"] if residual is None else residual + x * parts["gate"]
+        if not parts and (self.x1 is None or residual is None):
             other = residual if self.x1 is None else self.x1
-            return self.x if other is None else other + self.x
+            return x if other is None else other + x
         if residual is None and self.is_only_normed():
-            return self.parts["branch_norm"].of_tensor(self.x)
-        norm, dtype = self.parts.get("branch_norm"), self.dtype if residual is None else residual.dtype
-        options = {} if norm is None else norm.options(self.x.dtype)
+            return parts["branch_norm"].of_tensor(x)
+        options, dtype = {} if norm is None else norm.options(x.dtype), self.dtype if residual is None else residual.dtype
         arguments = self._arguments(residual)
-        return norm_fn(Norm.none, self.x, **arguments, **options, out_dtype=dtype, residual_in_fp32=dtype is torch.float32)  # type: ignore[return-value]
-
-    def _gated(self, residual: Tensor | None) -> Tensor:
-        gate, is_normed = self.parts["gate"], "branch_norm" in self.parts
-        if residual is None and is_normed:
-            return self.modulated()
-        x = self.parts["branch_norm"].of_tensor(self.x) if is_normed else self.x
-        if residual is None:
-            return x * gate
-        return gated_sum(x, residual, gate) if residual.dtype in KERNEL_DTYPES else residual + x * gate
+        return norm_fn(Norm.none, x, **arguments, **options, out_dtype=dtype, residual_in_fp32=dtype is torch.float32)  # type: ignore[return-value]
 
     def modulated(self, shift: Tensor | None = None) -> Tensor:
         """gate ⊙ N(x) + shift, in one kernel.
 
         Its node in autograd's graph gives the stream again. A sum that the block adds to the stream takes it from there, so one
         kernel adds up both gradients of the stream."""
-        norm, gate = self.parts["branch_norm"], self.parts["gate"]
-        dtype = reduce(torch.promote_types, [t.dtype for t in (gate, shift) if t is not None], norm.out_dtype(self.x.dtype))
-        dtype = taken(norm, dtype, self.x, self.roles[0].follows)
-        prenorm = self.past is not None and torch.is_grad_enabled() and self.x.requires_grad
-        y = norm.modulated(self.x, gate, shift, prenorm=prenorm, out_dtype=dtype, zero_centered_scale=False)
+        x, norm, gate = self.x, self.parts["branch_norm"], self.parts["gate"]
+        dtype = norm.out_dtype(x.dtype)
+        if dtype is not torch.float32:  # which no gate or shift widens
+            dtype = reduce(torch.promote_types, [t.dtype for t in (gate, shift) if t is not None], dtype)
+        dtype = under_autocast(norm, dtype, x, self.roles[0].follows)
+        prenorm = self.past is not None and torch.is_grad_enabled() and x.requires_grad
+        y = norm.modulated(x, gate, shift, prenorm=prenorm, out_dtype=dtype)
         if prenorm:
             y, r = y
-            self.past[id(self.x)] = self.x, r, _state(self.x)  # type: ignore[index]
+            self.past[id(x)] = x, r, x._version  # type: ignore[index]  # with x, whose id is nobody else's then
         if WATCH is not None:
             WATCH(self, y)
         return y
 
-    def _past_its_norm(self, stream: Tensor) -> Tensor:
-        if not self.past:
-            return stream
-        x, r, state = self.past.get(id(stream), (None, None, None))
-        return r if x is stream and state == _state(stream) else stream
-
     def summed(self, residual: Tensor) -> Tensor:
         """The sum with the stream, and the norm behind it if there is one."""
         norm, of, stream = self.next_norm, self, residual
-        residual = self._past_its_norm(stream)
+        past: Any = self.past and self.past.get(id(stream))
+        if past and past[-1] == stream._version:
+            residual = past[1]
         # In a graph, nobody can tell of what a tensor is a view.
         if norm is None or not can_go_along(norm) or (self.roles[0].viewed and torch.compiler.is_compiling()):
             r = self._plus(residual)  # a hook gets the sum before the norm, with its whole gradient
@@ -204,9 +222,9 @@ class Lazy:
                 of = Lazy(self._plus(None))
             follows, dtype = self.roles[0].follows, residual.dtype
             dtype = norm.out_dtype(self.x.dtype if follows and dtype is torch.float32 else dtype)
-            r = look_ahead(norm, of.x, taken(norm, dtype, residual, follows), of._arguments(residual))
+            r = look_ahead(norm, of.x, under_autocast(norm, dtype, residual, follows), of._arguments(residual))
         if WATCH is not None:
-            WATCH(self.then(residual=stream), r)
+            WATCH(self.but(residual=stream), r)
         return r
 
     def _arguments(self, residual: Tensor | None) -> dict[str, Any]:
@@ -226,6 +244,10 @@ class Lazy:
             found["rowscale"] = found["rowscale"].expand(self.x.shape[:-1])
         return found
 
+    def is_open(self) -> bool:
+        """Whether it is not computed yet, nor made with gradients and used without, or the other way round."""
+        return self._value is None and self._had_grad == torch.is_grad_enabled()
+
     def is_branch(self) -> bool:
         """Whether more can be done to it: nothing is added yet, and it has no gate."""
         return self.residual is None and self.x1 is None and "gate" not in self.parts
@@ -236,17 +258,14 @@ class Lazy:
     def is_modulated(self) -> bool:
         return "branch_norm" in self.parts and "gate" in self.parts
 
-    def holds_weights(self) -> bool:
-        return "branch_norm" in self.parts or "branch_weight" in self.parts
-
     def transpose(self, a: int, b: int) -> Any:
         rows_stay = not {a, b} & {-1, self.x.dim() - 1}
         if rows_stay and self.is_only_normed():
-            return self.then(x=self.x.transpose(a, b))
+            return self.but(x=self.x.transpose(a, b))
         return self.tensor().transpose(a, b)
 
     def float(self) -> Any:
-        return self.tensor().float() if self.parts or not self.is_branch() else self.then(x=self.x.float())
+        return self.tensor().float() if self.parts or not self.is_branch() else self.but(x=self.x.float())
 
     @property
     def shape(self) -> torch.Size:
@@ -260,8 +279,11 @@ class Lazy:
             return self.x.dtype
         if self.is_only_normed():
             return self.parts["branch_norm"].out_dtype(self.x.dtype)
-        dtypes = [self.parts[name].dtype for name in ("branch_weight", "rowscale", "gate") if name in self.parts]
-        return reduce(torch.promote_types, dtypes, self.x.dtype)
+        dtype = self.x.dtype
+        for name in ("branch_weight", "rowscale", "gate"):
+            if name in self.parts:
+                dtype = torch.promote_types(dtype, self.parts[name].dtype)
+        return dtype
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -270,8 +292,9 @@ class Lazy:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _HANDLERS:
-            return _HANDLERS[function](*args, **(kwargs or {}))
+        handler = _HANDLERS.get(function)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
         return function(*settled(args), **settled(kwargs or {}))
 
     def __copy__(self) -> Tensor:
@@ -307,59 +330,74 @@ def settled(x: Any) -> Any:
 def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     if out is not None or alpha != 1:
         return torch.add(*settled((a, b)), alpha=alpha, out=out)
-    a, b = _open(a), _open(b)
-    if not isinstance(b, Lazy):
+    if isinstance(a, Lazy):
+        if isinstance(b, Lazy):
+            return _added(a, b)
         a, b = b, a
     if not isinstance(b, Lazy):
         return a + b
-    if isinstance(a, Lazy):
-        if a.parts or b.parts or a.x.dtype != b.x.dtype or a.shape != b.shape or a.x1 is not None or b.x1 is not None:
-            return a.tensor() + b.tensor()
-        residual = a.residual if b.residual is None else b.residual
-        both = a.then(roles=b.roles + a.roles, next_norm=b.next_norm, residual=None, x1=b.x)
-        return both if residual is None else both.summed(residual)
-    # Of one token a sample, a shift can't be told from a stream.
-    if isinstance(a, Tensor) and b.is_modulated() and b.is_branch() and a.shape != b.shape and per_sample(a, b):
-        return b.modulated(a)
-    is_stream = isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and a.shape == b.x.shape
-    if not is_stream or ((dtype := b.dtype) is not a.dtype and torch.promote_types(dtype, a.dtype) is not a.dtype):
-        return a + b.tensor()
-    return b.then(residual=a) if b.x1 is None and b.roles and b.roles[0].waits else b.summed(a)
+    if isinstance(a, Tensor) and b.residual is None and a.is_floating_point() and b.is_open():
+        if a.shape == b.x.shape:
+            if (dtype := b.dtype) is a.dtype or torch.promote_types(dtype, a.dtype) is a.dtype:
+                return b.but(residual=a) if b.x1 is None and b.roles[0].waits else b.summed(a)
+        elif b.is_modulated() and per_sample(a, b.x):
+            return b.modulated(a)  # of one token a sample, a shift can't be told from a stream
+    return a + b.tensor()
 
 
-def _open(x: Any) -> Any:
-    """x, or its tensor where that is known, or where it was made with gradients and is used without, or the other way round."""
-    if not isinstance(x, Lazy) or (x._had_grad == torch.is_grad_enabled() and x._value is None):
-        return x
-    return x.tensor()
+def _added(a: Lazy, b: Lazy) -> Any:
+    if not (a.is_open() and b.is_open()):
+        return add(*[t if t.is_open() else t.tensor() for t in (a, b)])
+    if a.parts or b.parts or a.x.dtype != b.x.dtype or a.shape != b.shape or a.x1 is not None or b.x1 is not None:
+        return a.tensor() + b.tensor()
+    residual = a.residual if b.residual is None else b.residual
+    both = a.but(roles=b.roles + a.roles, next_norm=b.next_norm, residual=None, x1=b.x)
+    return both if residual is None else both.summed(residual)
 
 
 def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
-    a, b = (_open(a), b) if isinstance(a, Lazy) else (_open(b), a)
-    if isinstance(a, Lazy) and a.is_branch() and out is None:
-        if isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
-            if b == 1:  # as a configuration's factors are that are off
-                return a
-            return a.then(scale=a.parts.get("scale", 1.0) * b)
-        if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
-            if b.shape == a.shape[-1:] and not a.holds_weights():
-                return a.then(branch_weight=b)
-            of_rows = b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1]
-            if of_rows and "rowscale" not in a.parts and all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True)):
-                return a.then(rowscale=b.squeeze(-1))
-            if per_sample(b, a):
-                is_bare = not a.parts or (a.is_only_normed() and a.parts["branch_norm"].can_be_modulated())
-                gated = (a if is_bare else Lazy(a.tensor(), a.roles, a.next_norm, past=a.past)).then(gate=b)
-                return gated.tensor() if a.roles and a.roles[0].scales else gated
+    branch, by = (a, b) if isinstance(a, Lazy) else (b, a)
+    if out is None and isinstance(branch, Lazy) and branch.is_branch() and branch.is_open():
+        if isinstance(by, Tensor):
+            if (product := _scaled(branch, by)) is not None:
+                return product
+        elif isinstance(by, int | float) and not isinstance(by, bool) and math.isfinite(by):
+            if by == 1:  # as a configuration's factors are that are off
+                return branch
+            return branch.then(scale=branch.parts.get("scale", 1.0) * by)
     return torch.mul(*settled((a, b)), out=out)
 
 
-def per_sample(v: Tensor, x: Any) -> bool:
+def _scaled(branch: Lazy, by: Tensor) -> Any:
+    """Their product, if that can wait: with what is one for each sample, a layer scale, or a row's factor of drop path."""
+    x, parts, roles = branch.x, branch.parts, branch.roles
+    if by.device != x.device:
+        return None
+    if per_sample(by, x):
+        if parts and not (len(parts) == 1 and "branch_norm" in parts and parts["branch_norm"].can_be_modulated()):
+            branch = Lazy(branch.tensor(), roles, branch.next_norm, branch.past)
+        gated = branch.then(gate=by)
+        return gated.tensor() if roles[0].scales else gated
+    shape, of = by.shape, x.shape
+    if not by.is_floating_point():
+        return None
+    if shape == of[-1:]:
+        return None if "branch_norm" in parts or "branch_weight" in parts else branch.then(branch_weight=by)
+    of_rows = len(shape) == len(of) and shape[-1] == 1 < of[-1] and all(n in (1, m) for n, m in zip(shape, of, strict=True))
+    return branch.then(rowscale=by.squeeze(-1)) if of_rows and "rowscale" not in parts else None
+
+
+def per_sample(v: Tensor, x: Tensor) -> bool:
     """Whether v has a row for each sample of x, as the kernels take scale, shift and gate: (B, 1, N) beside (B, tokens, N)."""
-    of = tuple(x.shape)
-    if v.dtype not in KERNEL_DTYPES or x.x.dtype not in KERNEL_DTYPES or of[-1] > MOST_COLUMNS:
+    shape, of = v.shape, x.shape
+    n = len(of) - 2  # the last dimension that may count samples
+    if n < 0 or len(shape) != n + 2 or shape[n] != 1 or shape[-1] != of[-1] or of[-1] > MOST_COLUMNS:
         return False
-    return any(v.shape == (*of[:n], *[1] * (len(of) - 1 - n), of[-1]) for n in range(len(of) - 1))
+    while n >= 0 and shape[n] == 1:
+        n -= 1
+    while n >= 0 and shape[n] == of[n]:
+        n -= 1
+    return n < 0 and v.dtype in KERNEL_DTYPES and x.dtype in KERNEL_DTYPES
 
 
 def addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1, out: Any = None) -> Any:
@@ -378,8 +416,7 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     """seed: for `trial`. It is drawn here, so that everybody who computes the value drops the same elements."""
     if not training or p == 0.0:
         return input
-    input = _open(input)
-    if isinstance(input, Lazy) and input.is_branch() and "dropout_p" not in input.parts and p < 1.0:
+    if isinstance(input, Lazy) and input.is_branch() and input.is_open() and "dropout_p" not in input.parts and p < 1.0:
         if seed is None:
             seed = draw_seed(input.x.device, is_eager((input.x,)))
         return input.then(dropout_p=p, seed=seed)
@@ -407,6 +444,5 @@ def _operator(name: str) -> Callable:
     return handler or (lambda self, *operands: getattr(self.tensor(), name)(*settled(operands)))
 
 
-for _name in _OPERATORS.split():
-    setattr(Lazy, f"__{_name}__", _operator(f"__{_name}__"))
-Lazy.add, Lazy.mul, Lazy.multiply, Lazy.div, Lazy.addcmul = add, multiply, multiply, divide, addcmul  # type: ignore[attr-defined]
+for _name in (*[f"__{name}__" for name in _OPERATORS.split()], "add", "mul", "multiply", "div", "addcmul"):
+    setattr(Lazy, _name, _operator(_name))

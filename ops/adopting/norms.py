@@ -22,8 +22,10 @@ from . import lazy
 from .adopted import Adopted, Only, become, restore
 from .blocks import AdoptedBlock
 from .gated import AdoptedGatedNorm, GatedFormula, recognise_gated
-from .lazy import Lazy, take_ahead
+from .lazy import Lazy, settled, take_ahead
 from .recognise import OUT_DTYPES, Formula, looks_like_a_norm, may_be_a_norm, recognise
+
+_LAYERNORM, _RMSNORM = Norm.layernorm, Norm.rmsnorm  # a look into an Enum takes long
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,11 @@ class AdoptedNorm(Adopted):
         return y
 
     def _of(self, x: Any) -> Any:
-        if not isinstance(x, Lazy):
-            return self.of_tensor(x) if self.has_own_forward() else self._own.forward(self, x)
         if not self.has_own_forward():
-            return self._own.forward(self, x.tensor())
-        waits = x.is_branch() and not x.parts and self.out_dtype(x.x.dtype) == x.x.dtype  # in a fused block
-        return x.then(branch_norm=self) if waits else self.of_tensor(x.tensor())
+            return self._own.forward(self, settled(x))
+        if isinstance(x, Lazy) and not x.parts and x.is_branch() and self.out_dtype(x.x.dtype) == x.x.dtype:
+            return x.then(branch_norm=self)  # in a fused block
+        return self.of_tensor(settled(x))
 
     def of_tensor(self, x: Tensor) -> Tensor:
         y: Any = norm_fn(self.formula.norm, x, *self.weights(), out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))
@@ -142,21 +143,16 @@ class AdoptedNorm(Adopted):
             return torch.empty_like(x, dtype=y.dtype).copy_(y)
         return y
 
-    def modulated(self, x: Tensor, *vectors: Tensor | None, **what: Any) -> Any:
-        """`modulated_norm_fn` with these arguments and the norm's own."""
+    def modulated(self, x: Tensor, *modulation: Tensor | None, **what: Any) -> Any:
+        """`modulated_norm_fn` with these arguments and the norm's own; scale is the whole factor."""
         formula, (weight, bias) = self.formula, self.weights()
         if formula.zero_centered_weight and weight is not None:
             weight = weight.float() + 1
-        what |= {
-            "weight": weight,
-            "bias": bias,
-            "eps": self.options(x.dtype)["eps"],
-            "is_rms_norm": formula.norm is Norm.rmsnorm,
-        }
-        return modulated_norm_fn(x, *vectors, **what)
+        what |= {"weight": weight, "bias": bias, "eps": self.eps_of(x.dtype), "zero_centered_scale": False}
+        return modulated_norm_fn(x, *modulation, is_rms_norm=formula.norm is _RMSNORM, **what)
 
     def can_be_modulated(self) -> bool:
-        return self.formula.norm in (Norm.layernorm, Norm.rmsnorm)
+        return self.formula.norm in (_LAYERNORM, _RMSNORM)
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         formula, own = self.formula, self._parameters  # where a look takes a third of a look into the module
@@ -168,8 +164,10 @@ class AdoptedNorm(Adopted):
 
     def options(self, dtype: torch.dtype) -> dict[str, Any]:
         """Of `norm_fn`, for x of this dtype."""
-        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if self.eps is None else self.eps
-        return {"eps": eps, "zero_centered_weight": self.formula.zero_centered_weight}
+        return {"eps": self.eps_of(dtype), "zero_centered_weight": self.formula.zero_centered_weight}
+
+    def eps_of(self, dtype: torch.dtype) -> float:
+        return torch.finfo(torch.promote_types(dtype, torch.float32)).eps if self.eps is None else self.eps
 
     def out_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if self.formula.out_dtype == "x":

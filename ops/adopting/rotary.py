@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adopted import Only, adopted_class, raised, replace, restore
+from .adopted import LeftAlone, Only, adopted_class, raised, replace, restore
 from .attention import AdoptedAttention, Turn, norms_along, turning, with_names
 from .lazy import settled
 from .norms import AdoptedNorm
@@ -76,10 +76,6 @@ def _parameters(module: nn.Module) -> list[str]:
 # ---- trial ------------------------------------------------------------------------------------------------------------------
 
 
-class _Left(Exception):
-    """In words why it is left alone."""
-
-
 def _trial_of(model: nn.Module, module: nn.Module) -> Callable[[], Turn | str] | None:
     forward = _forward(module)
     names = () if forward is None else forward.__code__.co_names
@@ -97,7 +93,7 @@ def _tried(attention: nn.Module, functions: list[str], model: nn.Module) -> Turn
         for source, function, (interleaved, layout), along in product(angles, functions, _PAIRS, dict.fromkeys((norms, ()))):
             try:
                 return _turn(attention, source, Turn(function, interleaved, layout, False, along))
-            except _Left as reason:
+            except LeftAlone as reason:
                 why = why or str(reason)
             except Exception as error:  # anybody's code
                 why = why or f"trying it {raised(error)}"
@@ -108,7 +104,7 @@ def _turn(attention: nn.Module, angles: nn.Module, turn: Turn) -> Turn:
     """turn, with those of its norms that the kernel can compute along.
 
     Raises:
-        _Left: attention turns its queries and keys in another way.
+        LeftAlone: attention turns its queries and keys in another way.
     """
     torch.default_generator.manual_seed(0)
     clone, angles = _clone(attention), _clone(angles)
@@ -116,7 +112,7 @@ def _turn(attention: nn.Module, angles: nn.Module, turn: Turn) -> Turn:
     kinds = kinds if "layer_type" in _parameters(angles) else [{}]
     found = angles(torch.zeros(1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1), **kinds[0])
     if not isinstance(found, tuple) or len(found) != 2:
-        raise _Left(f"{type(angles).__name__} gives no pair of cos and sin")
+        raise LeftAlone(f"{type(angles).__name__} gives no pair of cos and sin")
     turn = turn._replace(fp32_angles=found[0].dtype == torch.float32)
     for case, kind in product(_CASES, kinds):
         clone.__class__ = adopted_class(AdoptedAttention, type(attention), turn, type(attention).forward)  # type: ignore[arg-type]
@@ -143,7 +139,7 @@ def _compared(
             found |= gradients(found, leaves, retain_graph=True)
             results.append({name: t.float() if autocast else t for name, t in found.items()})
         if difference(results[0], results[1], _BF16 if autocast else dtype):
-            raise _Left(f"{turn.function} computes something else than rotary_qk_fn")
+            raise LeftAlone(f"{turn.function} computes something else than rotary_qk_fn")
         names = {part: name for name, part in attention.named_children()}
         along.add(() if norms_along(q, k) is None else tuple(names[t.parts["branch_norm"]] for t in (q, k)))
         return results[0]["it[0]"], results[0]["it[1]"]
@@ -158,15 +154,15 @@ def _compared(
                 attention, x, **given | {"position_embeddings": position_embeddings}
             )
     except Exception as error:  # what attention does later does not matter
-        if isinstance(error, _Left) or not along:
+        if isinstance(error, LeftAlone) or not along:
             raise
     if len(along) != 1:
-        raise _Left(f"its forward {'has several kinds of' if along else 'makes no'} calls of {turn.function} in a trial")
+        raise LeftAlone(f"its forward {'has several kinds of' if along else 'makes no'} calls of {turn.function} in a trial")
     return along.pop()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:
-    raise _Left("it turns tensors that rotary_qk_fn does not take")
+    raise LeftAlone("it turns tensors that rotary_qk_fn does not take")
 
 
 def _clone(module: nn.Module) -> Any:

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import KERNEL_DTYPES
 from . import lazy
-from .adopted import raised
-from .blocks import Role, fuse
-from .lazy import Lazy, has_rows_of
+from .adopted import LeftAlone, raised
+from .blocks import fuse
+from .lazy import Lazy, Role, has_rows_of
 from .norms import AdoptedNorm
 from .recognise import undisturbed
 from .results import difference, floats_in, upstream
@@ -51,14 +51,10 @@ class Trial:
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)  # path of a norm → what its kernel does along
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what the kernels of sums do that compute no norm
     modulated: tuple[str, ...] = ()  # paths of the norms whose kernels do the scale and shift of each sample along
-    follows: bool = True  # see `blocks.Role`
+    follows: bool = True  # see `lazy.Role`
     gain: int = 0  # the more kernels do, the higher
     how: tuple = ()  # the parts that ran as they are, the shape of x and the other arguments
-    tried: tuple[tuple[str, bool, bool], ...] = ()  # of the parts whose outputs were seen in sums: path, takes, scales
-
-
-class LeftAlone(Exception):
-    """The reason, in words."""
+    tried: tuple[Role, ...] = ()  # of the parts whose outputs were seen in sums
 
 
 def try_block(block: nn.Module, like: Trial | str | None = None) -> Trial | str:
@@ -234,7 +230,7 @@ class _Bench:
         self.learn_calls()
         calls = self.calls
         if like is not None:
-            plan, _ = self._observed([Role(*of) for of in like.tried])
+            plan, _ = self._observed([*like.tried])
             if (plan.gain, plan.norms, plan.modulated) != (like.gain, like.norms, like.modulated):
                 raise LeftAlone("it is not like the other")
             self._compare(like)
@@ -252,7 +248,7 @@ class _Bench:
                     break
         passes_of = {role.path: role.passes for role in roles}
         plan.roles = [replace(role, passes=passes_of[role.path]) for role in plan.roles]
-        plan.tried = tuple((role.path, role.takes, role.scales) for role in roles)
+        plan.tried = tuple(roles)
         if plan.gain:
             try:
                 self._compare(plan)
@@ -262,8 +258,11 @@ class _Bench:
             longer = {path: length for path, length in self.returns.lengths.items() if length > 1}
             if len(longer) < len(self.returns.lengths):  # the block may ask whether it is a tensor that it got
                 self.returns.lengths = longer
-                if self._runs():
-                    self._compare(plan)
+                try:
+                    self._run(self._clone(), self.x, training=True)
+                except Exception:  # anybody's code
+                    return plan
+                self._compare(plan)
         return plan
 
     def learn_calls(self) -> None:
@@ -304,7 +303,7 @@ class _Bench:
                 if isinstance(what, Lazy) and what.residual is None:
                     plan.modulated = tuple(dict.fromkeys((*plan.modulated, what.roles[0].path)))
                 elif isinstance(what, Lazy):
-                    sums.append(_Sum(what.roles[0], what.then(), t, t._version))
+                    sums.append(_Sum(what.roles[0], what.but(), t, t._version))
                 elif isinstance(t, Tensor):
                     if has_rows_of(t, x) and not plan.enters:
                         plan.enters = paths[what]
@@ -335,7 +334,7 @@ class _Bench:
             before = [other for other in sums if other.r is one.of.residual and not (other.norm or other.of.parts)]
             if before and not one.of.parts and one.of.x1 is None is before[0].of.x1 and one.of.x.dtype == before[0].of.x.dtype:
                 found[before[0].role.path] = replace(before[0].role, waits=True)
-                one.of, one.with_waiting = one.of.then(x1=before[0].of.x), (before[0].role.path,)
+                one.of, one.with_waiting = one.of.but(x1=before[0].of.x), (before[0].role.path,)
                 before[0].norm = "of another sum"
         useful = {*plan.modulated}
         plan.gain += 8 * len(plan.modulated)  # more than a sum and its norm, without scale and shift, in the two modes
@@ -370,13 +369,6 @@ class _Bench:
                 wanted, found = (self._results(clone, training, through) for clone in (plain, fused))
             if differs := difference(wanted, found, torch.bfloat16 if autocast else torch.float32):
                 raise LeftAlone(f"when its sums are computed with its norms, {differs}, {how}")
-
-    def _runs(self) -> bool:
-        try:
-            self._run(self._clone(), self.x, training=True)
-        except Exception:  # anybody's code
-            return False
-        return True
 
     def _results(self, clone: nn.Module, training: bool, through: Any = None) -> dict[str, Tensor]:
         """Outputs, what the block keeps as attributes, and all their gradients."""

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops import replace_norms
-from ops.adopting.blocks import Role
-from ops.adopting.lazy import Lazy, settled
+from ops.adopting.lazy import Lazy, Role, settled
 
 pytestmark = pytest.mark.usefixtures("kernel")
 

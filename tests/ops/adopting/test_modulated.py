@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ops import adopt
+from ops.adopting import norms
 from ops.adopting.lazy import Lazy
 from ops.modulated import MOST_COLUMNS
 
@@ -260,6 +261,15 @@ def test_a_modulated_norm_and_the_stream_past_it_are_one_node_and_so_is_a_gated_
     assert [node.name() for node in nodes].count("FusedModulatedNormBackward") == 8
     edges = Counter(edge for node in nodes for edge in node.next_functions)
     assert all(count == 1 for (node, _), count in edges.items() if node is not None and "Fused" in node.name())
+
+
+def test_a_shift_is_added_in_the_kernel_of_its_norm(monkeypatch):
+    _, adopted, _, inputs = models_of(DiT, "cpu")
+    shifts = []
+    own = norms.modulated_norm_fn
+    monkeypatch.setattr(norms, "modulated_norm_fn", lambda x, *of, **what: shifts.append(of[1]) or own(x, *of, **what))
+    adopted(*inputs)
+    assert [shift.shape for shift in shifts] == [(B, 1, N)] * 4
 
 
 def hooked(of):

@@ -258,7 +258,7 @@ def _functional_norms(model: nn.Module) -> list[str]:
             continue
         called: list[Any] = [inspect.unwrap(cls.forward)]
         for function in called:  # which grows
-            names = _names(function.__code__) if isinstance(function, FunctionType) else set()
+            names = _names(function.__code__) - {*module._modules} if isinstance(function, FunctionType) else set()
             found = [function.__globals__.get(name, getattr(cls, name, None)) for name in sorted(names)]
             called += [f for f in found if isinstance(f, FunctionType) and f.__module__ == cls.__module__ and f not in called]
             by = "" if function is called[0] else f" by {function.__name__}()"

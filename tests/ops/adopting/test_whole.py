@@ -245,6 +245,23 @@ def test_a_batch_shows_whether_the_model_computes_what_it_did_and_otherwise_all_
     assert all(p.grad is None for p in model.parameters())
 
 
+class Unseen(nn.Module):
+    """Its softmax does not see its bias, whose gradient is zero but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.bias = nn.LayerNorm(N), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return 1e3 * torch.softmax(self.norm(x) + self.bias, -1)
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(device):
+    torch.manual_seed(0)
+    (note,) = adopt(Unseen().to(device), torch.randn(64, N, device=device), verbose=False).notes
+    assert note.startswith("no block found")
+
+
 def test_undoing_takes_hooks_away_that_a_forward_registered_since_of_whatever_kind():
     model, calls = Attributes(asks=True), []
 

@@ -57,7 +57,12 @@ MACHINES = [
     ("", Machine("mps"), "needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."),
     ("train.precision=bf16", Machine("cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     ("train.batch_size=6", Machine("cpu", ranks=4), "by train.accumulation=1 × 4 ranks."),
+    ("norm.impl=flash_attn model.dropout=0.1 norm.dropout_masks=shared", Machine("cuda"), "masks=native; here model."),
+    ("norm.impl=liger model.dropout=0.1", Machine("cuda"), "needs model.dropout=0; here model.dropout=0.1"),
+    ("norm.impl=quack", Machine("cuda"), "needs norm.kind=rmsnorm; here norm.kind=layernorm"),
+    ("norm.impl=liger", CPU, "needs a CUDA device; this run is on cpu"),
 ]
+ACCEPTED = ["norm.impl=flash_attn model.dropout=0.1", "norm.impl=quack norm.kind=rmsnorm"]
 
 
 def cases(text):
@@ -71,7 +76,10 @@ def test_a_mistake_in_a_name_or_a_type_is_answered_with_key_value_and_remedy(ove
 
 
 @pytest.mark.parametrize(("overrides", "on", "message"), [(given, CPU, said) for given, said in cases(RULES)] + MACHINES)
-def test_a_broken_rule_is_answered_with_key_value_and_remedy(overrides, on, message):
+def test_a_broken_rule_is_answered_with_key_value_and_remedy(overrides, on, message, monkeypatch):
+    monkeypatch.setattr(rules, "is_installed", lambda package: True)
+    for accepted in ACCEPTED if "norm.impl" in overrides else []:
+        rules.check(configs.from_dict({}, accepted.split()), Machine("cuda"))
     cfg = configs.from_dict({}, overrides.split())
     with pytest.raises(ConfigError, match=re.escape(message)):
         rules.check(cfg, on)

@@ -51,17 +51,3 @@ def test_permutations_of_many_keys_are_as_random_ones(below):
     assert abs(fixed.mean() - 1) < 4 / np.sqrt(len(found)) and 0.7 < fixed.var() < 1.35
     rank = np.array([stats.spearmanr(np.arange(below), row).statistic for row in found[:200]]) * np.sqrt(below - 1)
     assert stats.kstest(rank, "norm").pvalue > 1e-4
-    neighbours = np.array([np.corrcoef(row[:-1], row[1:])[0, 1] for row in found[:200]]) * np.sqrt(below)
-    assert stats.kstest(neighbours, "norm").pvalue > 1e-4
-    cycles = np.array([_cycles(row) for row in found[:200]])  # mean: the harmonic number; parity: a coin
-    harmonic = (1 / np.arange(1, below + 1)).sum()
-    assert abs(cycles.mean() - harmonic) < 4 * np.sqrt(harmonic / len(cycles))
-
-
-def _cycles(permutation: np.ndarray) -> int:
-    left, count = set(permutation.tolist()), 0
-    while left:
-        at, count = left.pop(), count + 1
-        while (at := int(permutation[at])) in left:
-            left.remove(at)
-    return count

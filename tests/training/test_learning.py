@@ -21,7 +21,7 @@ def test_two_hundred_steps_come_close_to_the_entropy_of_the_text(tiny, tmp_path)
 
 
 def test_a_compiled_step_has_the_losses_of_the_eager_one(tiny, tmp_path, monkeypatch):
-    """By all of the compiler but its code, which takes minutes to build on a CPU: on a GPU, tests/model/test_gpu.py has that."""
+    """By all of the compiler but its code, which takes minutes to build on a CPU; on a GPU: tests/model/test_gpu.py."""
     graphs = partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch, "compile", lambda model, options, **how: graphs(model, **how))
     own = ["train.steps=4", "train.precision=fp32", "model.dropout=0.1", "logging.every=1", "sample.tokens=0"]

@@ -163,13 +163,6 @@ def test_a_split_of_its_own_is_the_validation_split_or_else_some_documents_are_h
     assert 2 <= len(val) <= 16  # 20 % of 40
 
 
-def test_null_and_empty_rows_are_no_documents_and_max_documents_bounds_what_a_stream_reads(hub_config):
-    corpus = load(hub_config("parquet", {"text": [None, *TEXTS[:20], "", None]}))
-    assert corpus.train.documents + corpus.val.documents == 20
-    corpus = load(hub_config("parquet", {"text": TEXTS}, streaming=True, max_documents=25))
-    assert corpus.train.documents + corpus.val.documents == 25
-
-
 def test_what_is_asked_of_the_hub_is_the_revision_and_its_lines_become_articles(text_config, monkeypatch):
     lines = [line for i in range(6) for line in ("", f" = Title {i} = \n", "", " text , " * 20, " = = Part = = \n")]
     asked, given = {}, datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": lines}))

@@ -100,9 +100,7 @@ def test_a_mistake_is_refused_before_anything_starts(tmp_path, monkeypatch, caps
         ("--info defaults-tree", "experiment: shakespeare"),
         ("--cfg hydra", "_target_: hydra_plugins.prenorm_sweepers.Checked"),
         ("--cfg job --package model model=gpt2", "layers: 12"),
-        ("--hydra-help", "Hydra"),
         ("--shell-completion query=bash", "model=gpt2_large model=gpt2_medium"),
-        ("--shell-completion install=bash", "complete "),
     ],
 )
 def test_hydras_options_are_there(asked, capsys, monkeypatch, tmp_path, arguments, part):

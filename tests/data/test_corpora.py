@@ -5,6 +5,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 import tokenizers
@@ -207,7 +208,8 @@ def test_without_a_network_the_hub_is_not_tried_for_half_a_minute(text_config, m
     monkeypatch.setattr("data.hub.getproxies", dict)
     with pytest.raises(ValueError, match=r"Couldn't reach 'owner/name'.*OfflineMode.* Without a network use"):
         load(replace(text_config, source=Source.hub, path="owner/name"))
-    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert huggingface_hub.constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
+    monkeypatch.delenv("HF_HUB_OFFLINE")  # which it has set for what is imported later
 
 
 def test_a_split_shorter_than_a_context_is_refused_with_its_length(text_config, notes):

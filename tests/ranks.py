@@ -27,8 +27,8 @@ from training.step import TrainingStep
 def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[int]) -> list[dict]:
     """What each rank tells of a run in `folder`: its exit code or error, the steps it did, and the seeds and rows it was given.
 
-    `acts` are [rank, step], counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN, `full` its
-    disk full; `look` sends it SIGTERM in its evaluation of that number."""
+    `acts` are [rank, step], counted from 1: in that step `nan` makes the loss of that rank NaN, `full` its disk full; `look`
+    sends it SIGTERM in its evaluation of that number."""
     return on_ranks(ranks, _train, folder, overrides, folder, acts)
 
 
@@ -108,8 +108,6 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         return found
 
     def steps(self, index):
-        if here("signal", index + 1):
-            signal.raise_signal(signal.SIGTERM)
         if here("nan", index + 1):
             self.state.model.register_forward_hook(lambda *call: call[-1] * float("nan"))
         if here("full", index + 1):

@@ -61,21 +61,6 @@ def test_a_sweep_is_a_run_for_each_combination_in_its_folder_and_in_one_wandb_gr
     assert "-m" in shlex.split(read_json(folders[0] / "environment.json")["command"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--train.steps=3"], "error: unrecognized arguments: --train.steps=3"),
-        (["logging.wandb=null"], "error: W&B refuses a key of logging, or a variable WANDB_…: mode: "),
-        (["resume=RUN"], "is at step 8 of train.steps=8: nothing is left to train. Raise train.steps"),
-    ],
-)
-def test_a_mistake_is_one_message_code_2_and_no_folder(tiny, trained, tmp_path, arguments, message):
-    arguments = [argument.replace("RUN", str(trained)) for argument in arguments]
-    overrides = [] if "resume" in arguments[0] else tiny
-    assert message in train([*overrides, *arguments], tmp_path, code=2, WANDB_MODE="foo").stderr
-    assert not list(tmp_path.glob("runs/*"))
-
-
 def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, tmp_path):
     cache, command = tmp_path / "cache", [*tiny, "train.steps=3", f"data.cache_dir={tmp_path / 'cache'}"]
     train_here(command, tmp_path / "first")
@@ -112,13 +97,11 @@ def test_ctrl_c_ends_with_130_a_checkpoint_and_the_command_to_go_on_and_a_change
     assert shlex.split(said) == ["python", "sample.py", str(resumed.relative_to(tmp_path))]
 
 
-def test_help_and_the_config_of_a_run_are_printed_without_running_it_in_any_encoding(tmp_path):
+def test_help_is_printed_without_running_anything_in_any_encoding(tmp_path):
     printed = train(["--help"], tmp_path, PYTHONIOENCODING="ascii").stdout
     for part in ("python train.py norm.impl=torch", "experiment: gpt2_124m, shakespeare,", "norm.impl=fused", "optim.lr=0.004"):
         assert part in printed
     assert r"4 \xd7 width" in printed  # ASCII has no ×
-    printed = train(["model=gpt2", "norm.kind=rmsnorm", "--cfg", "job"], tmp_path).stdout
-    assert "layers: 12" in printed and "kind: rmsnorm" in printed
     assert list(tmp_path.iterdir()) == []
 
 

@@ -74,6 +74,7 @@ def test_the_folder_of_a_run_is_named_by_hydra_or_by_its_key(asked, tmp_path, ov
         ("-m seed=1,2 norm.alpha=1", "norm.alpha is read only with norm.kind=dyt,derf; here norm.kind=layernorm"),
         ("-m optim.lr=interval(0,1)", "BasicSweeper does not support sweep type : INTERVAL"),
         ("hydra.run.di=a", "hydra.run.di: Key 'di' not in 'RunDir'."),
+        ("--train.steps=3", "error: unrecognized arguments: --train.steps=3"),
         ("--cfg job seed=1,2", "To sweep over it, add --multirun"),
         ("-m --cfg job", "Only one of --run, --multirun, --cfg"),
         ("study=first", "Could not override 'study'. No match in the defaults list."),
@@ -89,7 +90,7 @@ def test_a_mistake_is_refused_before_anything_starts(tmp_path, monkeypatch, caps
     monkeypatch.setattr(train, "train", lambda *_: pytest.fail("trained"))
     assert train.main(["device=cpu", *arguments.split()]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and message in said
+    assert "error: " in said and message in said and "Traceback" not in said
     assert [*tmp_path.iterdir()] in ([], [tmp_path / "runs"]) and not run_folders(tmp_path)
 
 
@@ -98,10 +99,8 @@ def test_a_mistake_is_refused_before_anything_starts(tmp_path, monkeypatch, caps
     [
         ("--info defaults-tree", "experiment: shakespeare"),
         ("--cfg hydra", "_target_: hydra_plugins.prenorm_sweepers.Checked"),
-        ("--cfg job --package optim model=gpt2", "lr: "),
-        ("--hydra-help", "Hydra"),
+        ("--cfg job --package model model=gpt2", "layers: 12"),
         ("--shell-completion query=bash", "model=gpt2_large model=gpt2_medium"),
-        ("--shell-completion install=bash", "complete "),
     ],
 )
 def test_hydras_options_are_there(asked, capsys, monkeypatch, tmp_path, arguments, part):

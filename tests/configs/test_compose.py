@@ -100,7 +100,6 @@ def test_a_stored_config_that_can_not_be_read_is_named(text, tmp_path):
     ("override", "message"),
     [
         ("model=gpt2", "model=gpt2: a resumed run keeps its groups"),
-        ("init_from=runs/a", "init_from=runs/a: a run that goes on has its weights already"),
         ("optim.kind=muon", "optim.kind=muon: the checkpoint has the state of adamw, which can't go on as muon."),
     ],
 )

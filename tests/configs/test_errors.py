@@ -53,11 +53,17 @@ data.source=text                data.source=text needs data.files
 data.source=hub                 data.source=hub needs data.path
 parallel=ddp                    parallel=ddp needs several processes: torchrun --nproc-per-node=N
 """
+CUDA = Machine("cuda")
 MACHINES = [
     ("", Machine("mps"), "needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."),
     ("train.precision=bf16", Machine("cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     ("train.batch_size=6", Machine("cpu", ranks=4), "by train.accumulation=1 × 4 ranks."),
+    ("norm.impl=flash_attn model.dropout=0.1 norm.dropout_masks=shared", CUDA, "masks=native; here model."),
+    ("norm.impl=liger model.dropout=0.1", CUDA, "needs model.dropout=0; here model.dropout=0.1"),
+    ("norm.impl=quack", CUDA, "needs norm.kind=rmsnorm; here norm.kind=layernorm"),
+    ("norm.impl=liger", CPU, "needs a CUDA device; this run is on cpu"),
 ]
+ACCEPTED = ["norm.impl=flash_attn model.dropout=0.1", "norm.impl=quack norm.kind=rmsnorm"]
 
 
 def cases(text):
@@ -71,7 +77,10 @@ def test_a_mistake_in_a_name_or_a_type_is_answered_with_key_value_and_remedy(ove
 
 
 @pytest.mark.parametrize(("overrides", "on", "message"), [(given, CPU, said) for given, said in cases(RULES)] + MACHINES)
-def test_a_broken_rule_is_answered_with_key_value_and_remedy(overrides, on, message):
+def test_a_broken_rule_is_answered_with_key_value_and_remedy(overrides, on, message, monkeypatch):
+    monkeypatch.setattr(rules, "is_installed", lambda package: True)
+    for accepted in ACCEPTED if "norm.impl" in overrides else []:
+        rules.check(configs.from_dict({}, accepted.split()), CUDA)
     cfg = configs.from_dict({}, overrides.split())
     with pytest.raises(ConfigError, match=re.escape(message)):
         rules.check(cfg, on)
@@ -96,25 +105,25 @@ def test_all_numbers_out_of_range_or_else_all_broken_rules_are_reported_at_once(
         assert [re.split("[:=]", line)[0] for line in str(error.value).splitlines()] == expected
 
 
+DRAWS = "train.recompute=true model.dropout=0.1"
+
+
 @pytest.mark.parametrize(
     ("given", "machine", "why"),
     [
-        ([], Machine("cuda"), ""),
-        (["train.compile=true", "train.accumulation=2", "optim.kind=muon"], Machine("cuda"), ""),
-        (["train.graph=false"], Machine("cuda"), "train.graph=false"),
-        ([], Machine("cpu"), "this run is on cpu"),
-        ([], Machine("cuda", ranks=2, by_torchrun=True), "torchrun started this one"),
-        (["profile=true"], Machine("cuda"), "which operator launched a kernel"),
-        (["train.recompute=true", "model.dropout=0.1"], Machine("cuda"), "draws dropout"),
-        (["train.recompute=true", "model.dropout=0.1", "model.attention_dropout=0"], Machine("cuda"), ""),
-        (
-            ["train.recompute=true", "model.dropout=0.1", "model.attention_dropout=0", "norm.impl=torch"],
-            Machine("cuda"),
-            "draws",
-        ),
+        ("", CUDA, ""),
+        ("train.compile=true train.accumulation=2 optim.kind=muon", CUDA, ""),
+        ("train.graph=false", CUDA, "train.graph=false"),
+        ("", CPU, "this run is on cpu"),
+        ("", Machine("cuda", ranks=2, by_torchrun=True), "torchrun started this one"),
+        ("profile=true", CUDA, "which operator launched a kernel"),
+        (DRAWS, CUDA, "draws dropout"),
+        (f"{DRAWS} model.attention_dropout=0", CUDA, ""),
+        (f"{DRAWS} model.attention_dropout=0 norm.impl=torch", CUDA, "draws"),
     ],
 )
 def test_what_can_be_no_cuda_graph_says_why_and_is_refused_where_one_is_asked_for(given, machine, why):
+    given = given.split()
     cfg = configs.from_dict({}, given)
     rules.check(cfg, machine)
     found = rules.why_no_graph(cfg, machine)

@@ -7,7 +7,7 @@ import pytest
 
 import configs
 from ablation.variants import variants_of
-from configs import ConfigError, keys
+from configs import ConfigError, keys, rules
 from study.arms import study_of
 from study.config import Config
 from tests.runs import CPU
@@ -22,11 +22,11 @@ model.rotary_base=500  model.positions=rotary  with model.positions=rotary; here
 model.qk_norm_kind=rmsnorm  model.qk_norm=true  with model.qk_norm=true
 train.precision=fp32 model.residual_dtype=compute  train.precision=bf16  with train.precision!=fp32
 loss.impl=torch loss.chunks=4  loss.impl=fused  with loss.impl=fused
-data.text_field=body  data=text data.files=[a.csv]  with data.source=text,hub; here data.source=shakespeare
-data.files=[a.txt]  data=text  with data.source=text
-data.streaming=true  data=tinystories  with data.source=hub
-data=tinystories data.val_fraction=0.2  data.val_split=null  with data.val_split=null; here data.val_split=validation
-tokenizer=char tokenizer.vocab_size=500  tokenizer=bpe  with tokenizer.kind=bpe
+data.text_field=body  data.source=text data.files=[a.csv]  with data.source=text,hub; here data.source=shakespeare
+data.files=[a.txt]  data.source=text  with data.source=text
+data.streaming=true  data.source=hub data.path=a/b  with data.source=hub
+data.source=hub data.path=a/b data.val_split=v data.val_fraction=0.2  data.val_split=null  with data.val_split=null; here data
+tokenizer.kind=char tokenizer.vocab_size=500  tokenizer.kind=bpe  with tokenizer.kind=bpe
 tokenizer.pretrained=a/b  tokenizer.kind=pretrained  with tokenizer.kind=pretrained
 optim.momentum=0.9  optim.kind=muon  with optim.kind=muon; here optim.kind=adamw
 optim.decay_fraction=0.1  optim.schedule=wsd  with optim.schedule=wsd; here optim.schedule=cosine
@@ -44,9 +44,12 @@ CASES = [re.split(" {2,}", line) for line in IDLE.splitlines() if line]
 def test_a_key_that_does_nothing_is_refused_where_it_is_given_and_taken_where_it_counts(idle, remedy, said):
     *_, key = (text.partition("=")[0] for text in idle.split())
     with pytest.raises(ConfigError, match=re.escape(f"{key} is read only {said}")):
-        configs.load(idle.split(), on=CPU)
+        rules.check_given(configs.given(idle.split()), [configs.from_dict({}, idle.split())])
     counts = [*idle.split(), *remedy.split()]
-    assert keys.counts(key, configs.load(counts, on=CPU))
+    cfg = configs.from_dict({}, counts)
+    rules.check(cfg, CPU)
+    rules.check_given(configs.given(counts), [cfg])
+    assert keys.counts(key, cfg)
 
 
 def test_what_a_file_of_a_group_or_a_stored_config_sets_may_do_nothing_and_null_is_nothing():

@@ -2,7 +2,6 @@
 
 import json
 import unicodedata
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -131,16 +130,3 @@ def tiny(merges: list[tuple[str, str]], **model) -> Tokenizer:
 def test_where_the_tokens_might_differ_tiktoken_is_not_used(tokenizer, text):
     assert tokenizer._encoder is None and (tokenizer.takes_pieces == (text == "abc"))
     assert tokenizer.encode_batch([text])[0].tolist() == tokenizer.encode(text)
-
-
-def test_joins_of_an_own_model_are_those_of_both_libraries():
-    """An independent reference: the pair of the lowest rank, the leftmost of them, until none is left."""
-    library = LIBRARIES["GPT-2"]
-    ranks = {tuple(pair): rank for rank, pair in enumerate(json.loads(library.to_str())["model"]["merges"])}
-    for word in {*TEXT.split()}:
-        if word.isascii() and word.isalpha():
-            parts = list(word)
-            while (pairs := [ranks.get(pair, len(ranks)) for pair in pairwise(parts)]) and min(pairs) < len(ranks):
-                at = pairs.index(min(pairs))
-                parts[at : at + 2] = ["".join(parts[at : at + 2])]
-            assert TOKENIZERS["GPT-2"].encode_batch([word])[0].tolist() == [library.token_to_id(part) for part in parts]

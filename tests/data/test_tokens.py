@@ -2,30 +2,17 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from threading import Event
 
 import pytest
 
-from data.tokens import in_threads
-from tests.runs import ROOT
-
-BUILD = """
-import sys
+import data.tokenizer
 from configs.schema import DataConfig, TokenizerConfig
 from data import load_corpus
+from data.tokens import in_threads
+from tests.forks import processes
 from training.interrupt import exit_on_signals
-exit_on_signals()
-text = "".join(f"{i * i % 1000003:x}{'' if i % 9 else ' '}" for i in range(1_000_000))
-open(sys.argv[1] + "/x.txt", "w").write(text)
-import data.tokenizer
-train = data.tokenizer.trainers.BpeTrainer
-data.tokenizer.trainers.BpeTrainer = lambda **more: print("training", flush=True) or train(**more)
-load_corpus(DataConfig(source="text", files=[sys.argv[1] + "/x.txt"], cache_dir=sys.argv[1] + "/cache"),
-            TokenizerConfig(vocab_size=60_000), context=8)
-"""
 
 
 def test_results_are_in_order_and_only_a_few_items_are_taken_ahead():
@@ -45,12 +32,22 @@ def test_work_is_told_to_stop_and_nobody_waits_for_it_for_long():
     assert told.is_set()
 
 
+def _learn_tokens(folder):
+    exit_on_signals()
+    (folder / "x.txt").write_text("".join(f"{i * i % 1000003:x}{'' if i % 9 else ' '}" for i in range(500_000)))
+    trainer = data.tokenizer.trainers.BpeTrainer
+    data.tokenizer.trainers.BpeTrainer = lambda **more: (folder / "begun").touch() or trainer(**more)
+    text = DataConfig(source="text", files=[str(folder / "x.txt")], cache_dir=str(folder / "cache"))
+    load_corpus(text, TokenizerConfig(vocab_size=60_000), context=8)
+
+
 def test_a_signal_stops_the_training_of_a_tokenizer_and_leaves_nothing(tmp_path):
-    command = [sys.executable, "-c", BUILD, str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
-    assert process.stdout and process.stdout.readline() == "training\n"
+    process = processes.Process(target=_learn_tokens, args=(tmp_path,), daemon=True)
+    process.start()
+    while not (tmp_path / "begun").exists() and process.is_alive():
+        time.sleep(0.05)
     time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 143
     assert [folder.name for folder in tmp_path.glob("cache/*/")] == [".sums"], "no corpus, torn or whole"

@@ -1,4 +1,4 @@
-"""Fused blocks inside transformers' own loops. Skipped where transformers is not installed."""
+"""Fused blocks inside transformers' own loops; in graphs: tests/ops/adopting/test_compiled.py."""
 
 import copy
 
@@ -76,13 +76,3 @@ def test_attentions_and_hidden_states_are_those_of_the_model_and_checkpointing_c
         plain = gradients(fused)
         fused.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         torch.testing.assert_close(gradients(fused), plain)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gemma2"])  # norms before branches, and behind them too
-def test_a_compiled_model_has_no_graph_break(name):
-    torch._dynamo.reset()
-    fused = copy.deepcopy(model := build(*MODELS[name], num_hidden_layers=1))
-    assert len(adopt(fused, verbose=False).blocks) == 1
-    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
-    found, expected = (one(input_ids=TOKENS, use_cache=False).logits for one in (compiled, model))
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)

@@ -12,6 +12,12 @@ VOCAB = 60  # of an imagined tokenizer; padded to 64 by the model
 
 
 @pytest.fixture
+def device() -> torch.device:
+    """The GPU, and its kernels; without one the CPU, and the PyTorch reference."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
 def build() -> Callable[..., GPT]:
     """build(norm_impl="torch", layers=3, ...): a model with the same initial values at every call. Keys are of
     ModelConfig, or of NormConfig with a `norm_` in front."""

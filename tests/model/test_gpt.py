@@ -1,4 +1,4 @@
-"""Loss, initial values, seeds and samples of a GPT; its logits: test_block.py, and tests/training/test_pretrained.py."""
+"""Loss, initial values, seeds and samples of a GPT; its logits: test_block.py, and tests/training/test_export.py."""
 
 import pytest
 import torch
@@ -122,7 +122,7 @@ def test_compiles_without_graph_breaks_and_with_the_same_loss(build, batch):
     model = build(**LLAMA, block="parallel", layers=1, dropout=0.1, attention_dropout=0.0, drop_path=0.3)
     seeds = torch.arange(model.dropout_sites)
     torch._dynamo.reset()
-    with torch.autocast("cpu", torch.bfloat16):  # a whole run that is compiled: test_train.py
+    with torch.autocast("cpu", torch.bfloat16):  # a whole run that is compiled: tests/training/test_learning.py
         loss = torch.compile(model, backend="eager", fullgraph=True)(*batch, seeds)
         assert loss.item() == pytest.approx(model(*batch, seeds).item(), abs=1e-5)
     loss.backward()

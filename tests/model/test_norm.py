@@ -1,5 +1,6 @@
 """The switch changes the operator and nothing else."""
 
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -29,7 +30,7 @@ RATES = [{}, {"dropout": 0.2, "drop_path": 0.5}]
 @pytest.mark.parametrize(
     "case", covering(model=MODELS, rates=RATES, residual_dtype=["fp32", "compute"], autocast=[False, True]), ids=str
 )
-def test_implementations_with_shared_masks_agree(build, batch, case, monkeypatch):
+def test_implementations_with_shared_masks_agree(build, batch, case, device, monkeypatch):
     """A checkpoint of one loads in the other."""
     for module in ("norm", "attention"):
         monkeypatch.setattr(f"model.{module}.compiled_alone", lambda function: function)
@@ -37,15 +38,16 @@ def test_implementations_with_shared_masks_agree(build, batch, case, monkeypatch
     qk_kind = kind if kind in ("layernorm", "rmsnorm") else "rmsnorm"  # queries and keys have no pointwise norms
     options = {"residual_dtype": case["residual_dtype"], "norm_kind": kind, "qk_norm": True, "qk_norm_kind": qk_kind}
     options |= case["rates"] | shape
-    models = [build(**options, norm_impl=impl, norm_dropout_masks="shared") for impl in ("fused", "torch", "compiled")]
+    impls = ("fused", "torch", "compiled")
+    models = [build(**options, norm_impl=impl, norm_dropout_masks="shared").to(device) for impl in impls]
     for parameter in models[0].parameters():
         parameter.data.add_(torch.randn_like(parameter), alpha=0.03)  # so that no bias is 0, and no weight 1
-    seeds, found = torch.arange(models[0].dropout_sites), []
+    seeds, found = torch.arange(models[0].dropout_sites, device=device), []
     for model in models:
         model.load_state_dict(models[0].state_dict())
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             torch.manual_seed(2)  # attention dropout is PyTorch's under all implementations
-            loss = model(*batch, seeds)
+            loss = model(*(part.to(device) for part in batch), seeds)
         found.append((loss.item(), torch.autograd.grad(loss, list(model.parameters()))))
     # the same formula in two orders of summation: a few ulp of a loss near 5, in bf16 one of 2, and of gradients below 0.1
     (loss, gradients), *others = found
@@ -106,8 +108,9 @@ def test_dtypes_under_autocast(build, batch, impl, kind, residual_dtype, stream_
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_a_compiled_site_trains_and_evaluates_as_torchs_does():
-    """With the real compiler, which takes a while."""
+def test_a_compiled_site_trains_and_evaluates_as_torchs_does(monkeypatch):
+    """Its graphs; what inductor makes of a model: tests/training/test_learning.py."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     ours, theirs = (site(impl, width=32, dropout=0.2) for impl in ("compiled", "torch"))
     x, residual = torch.randn(2, 6, 32, requires_grad=True), torch.randn(2, 6, 32)
     found, expected = (norm(x, residual, seed=torch.tensor(3)) for norm in (ours, theirs))

@@ -7,7 +7,6 @@ import pytest
 
 import configs
 import train
-from configs import ConfigError
 from configs.schema import Precision
 from tests.resume.stops import AUTO, in_step, refused, train_until
 from tests.runs import composed, corpus, newest, read_json, train_here
@@ -101,9 +100,6 @@ def test_a_resumed_run_keeps_its_precision_on_another_device(tiny, tmp_path):
     cfg = composed([*tiny, *AUTO])
     assert cfg.train.precision is Precision.auto  # which would be fp32 on this CPU
     assert find_start(cfg, folder, [], chosen=True).cfg.train.precision is Precision.bf16
-    cfg.train.precision = Precision.fp32
-    with pytest.raises(ConfigError, match=r"train.precision=fp32: the checkpoint was made with train.precision=bf16"):
-        find_start(cfg, folder, [], chosen=True)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(folder, command, capsys):

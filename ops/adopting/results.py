@@ -8,7 +8,7 @@ from torch import Tensor
 
 _ACCEPTED = {torch.float64: 1e-6, torch.float32: 1e-3}  # ‖found − wanted‖ / ‖wanted‖ of a tensor; 0.05 for the others
 _GRADIENT = "the gradient of "
-_NOISE = 1e-4  # of the largest gradient: one below is rounding, as that of keys' biases, which softmax does not see
+_NOISE = 1e-2  # of the largest gradient: below it may be rounding alone, as of keys' biases, which softmax does not see
 
 
 def floats_in(output: Any, name: str) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def gradients(outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor], retai
 
 def difference(wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype | None = None) -> str:
     """In words, what differs by more than rounding to dtype, or to that of each tensor; empty if nothing does."""
-    least = _NOISE * max((float(g.norm()) for name, g in wanted.items() if name.startswith(_GRADIENT)), default=0.0)
+    largest = max((float(_finite(g).norm()) for name, g in wanted.items() if name.startswith(_GRADIENT)), default=0.0)
     for name in dict.fromkeys((*wanted, *found)):
         if name not in wanted or name not in found:
             return f"{name} is there {'before' if name in wanted else 'after'} alone"
@@ -47,8 +47,14 @@ def difference(wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch
             return f"{name} is {b.dtype} of shape {tuple(b.shape)}, before it was {a.dtype} of {tuple(a.shape)}"
         if not torch.equal(a.isfinite(), b.isfinite()):
             return f"{name} is infinite or NaN in other places"
-        a, b = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (a, b))
-        error, size = float((b - a).norm()), max(float(a.norm()), least if name.startswith(_GRADIENT) else 0.0)
+        a, b = _finite(a), _finite(b)
+        error, size = float((b - a).norm()), float(a.norm())
+        if name.startswith(_GRADIENT):
+            size = max(size, _NOISE * largest)
         if error > _ACCEPTED.get(dtype or wanted[name].dtype, 0.05) * size + 1e-9:
             return f"{name} is off by {error / max(size, 1e-9):.2g} of its size"
     return ""
+
+
+def _finite(t: Tensor) -> Tensor:
+    return t.double().nan_to_num(0.0, 0.0, 0.0)

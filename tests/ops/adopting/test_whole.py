@@ -11,6 +11,7 @@ from torch import nn
 from ops import adopt, restore_norms
 from ops.adopting import trial, whole
 from ops.adopting.lazy import Lazy
+from ops.adopting.results import difference
 
 from .lookalikes import Gemma, Llama
 from .toys import Block, Model, N, Sublayer, block_of, classes
@@ -253,13 +254,18 @@ class Unseen(nn.Module):
         self.norm, self.bias = nn.LayerNorm(N), nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
-        return 1e3 * torch.softmax(self.norm(x) + self.bias, -1)
+        y = self.norm(x)
+        return 1e3 * (y + torch.softmax(y + self.bias, -1))
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(device):
     torch.manual_seed(0)
     (note,) = adopt(Unseen().to(device), torch.randn(64, N, device=device), verbose=False).notes
     assert note.startswith("no block found")
+    weight, bias = "the gradient of weight", "the gradient of bias"
+    wanted = {weight: torch.ones(4), bias: torch.full((4,), 1e-7)}
+    assert not difference(wanted, wanted | {bias: -wanted[bias]})
+    assert difference(wanted, wanted | {bias: 1e-3 * wanted[weight]}) == "the gradient of bias is off by 0.1 of its size"
 
 
 def test_undoing_takes_hooks_away_that_a_forward_registered_since_of_whatever_kind():

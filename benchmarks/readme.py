@@ -44,7 +44,9 @@ BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: \w+)*) -->\n).*?(<!-- 
 FIGURE = re.compile(r"(<!-- figure: ([\w-]+) (\w+) ([^>]+?) -->).*?(<!-- end -->)", re.DOTALL)
 CHANGED = re.compile(r"^Old.* (has|have) changed\.$", re.MULTILINE)
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    **dict.fromkeys(("norms_models", "sites", "rotary", "losses", "activation", "gated", "modulated"), report.markdown),
+    **dict.fromkeys(
+        ("norms_models", "norms_libraries", "sites", "rotary", "losses", "activation", "gated", "modulated"), report.markdown
+    ),
     "adoption": report.adoption,
     "host": host.markdown,
     "memory": memory.markdown,
@@ -116,7 +118,7 @@ def headline(files: Files, _: str) -> str:
         ms, other = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}, fastest(cell)
         gain = interval_text(speedup(cell, other))
         if cell["verdict"].startswith("no difference found"):
-            gain = f"no difference found: {gain}"
+            gain = f"undecided, as A/A is as wide: {gain}"
         peak, least = (cell["arms"][arm]["peak_gb"] for arm in (other, cell["subject"]))
         rows.append([
             words,

@@ -82,7 +82,10 @@ def program(
         option, streams = parser.add_argument, ("bf16", "fp32")
         option("--width", nargs="+", type=command.positive, default=widths, metavar="N", help=f"of rows {widths}")
         option("--residual", nargs="+", choices=streams, default=streams, help="dtype of the stream (both)")
-        option("--models", action="store_true", help="cases with a residual stream; all libraries, but not eager PyTorch")
+        if cases is CASES:
+            option("--models", action="store_true", help="cases with a residual stream; all libraries, but not eager PyTorch")
+        else:
+            parser.set_defaults(models=False)
         option("--warm", type=command.positive, metavar="PROCESSES", help="compile in this many processes first")
         option("--before", type=Path, metavar="PATH", help="another revision's folder ops/, timed in the same rounds")
         return command.parse(parser, argv)

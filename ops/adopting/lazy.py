@@ -348,7 +348,8 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
 def _added(a: Lazy, b: Lazy) -> Any:
     if not (a.is_open() and b.is_open()):
         return add(*[t if t.is_open() else t.tensor() for t in (a, b)])
-    if a.parts or b.parts or a.x.dtype != b.x.dtype or a.shape != b.shape or a.x1 is not None or b.x1 is not None:
+    is_bare = not (a.parts or b.parts) and a.x1 is b.x1 is None and (a.residual is None or b.residual is None)
+    if not is_bare or a.x.dtype != b.x.dtype or a.shape != b.shape:
         return a.tensor() + b.tensor()
     residual = a.residual if b.residual is None else b.residual
     both = a.but(roles=b.roles + a.roles, next_norm=b.next_norm, residual=None, x1=b.x)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 _ACCEPTED = {torch.float64: 1e-6, torch.float32: 1e-3}  # ‖found − wanted‖ / ‖wanted‖ of a tensor; 0.05 for the others
 _GRADIENT = "the gradient of "
-_NOISE = 1e-2  # of the largest gradient: below it may be rounding alone, as of keys' biases, which softmax does not see
 
 
 def floats_in(output: Any, name: str) -> dict[str, Tensor]:
@@ -36,8 +35,13 @@ def gradients(outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor], retai
     return {f"{_GRADIENT}{name}": g for name, g in zip(leaves, found, strict=True) if g is not None}
 
 
-def difference(wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype | None = None) -> str:
-    """In words, what differs by more than rounding to dtype, or to that of each tensor; empty if nothing does."""
+def difference(
+    wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch.dtype | None = None, least: float = 0.0
+) -> str:
+    """In words, what differs by more than rounding to dtype, or to that of each tensor; empty if nothing does.
+
+    least: a gradient that is less than this part of the largest may be off as if it were as large: it may be rounding alone.
+    """
     largest = max((float(_finite(g).norm()) for name, g in wanted.items() if name.startswith(_GRADIENT)), default=0.0)
     for name in dict.fromkeys((*wanted, *found)):
         if name not in wanted or name not in found:
@@ -49,9 +53,8 @@ def difference(wanted: dict[str, Tensor], found: dict[str, Tensor], dtype: torch
             return f"{name} is infinite or NaN in other places"
         a, b = _finite(a), _finite(b)
         error, size = float((b - a).norm()), float(a.norm())
-        if name.startswith(_GRADIENT):
-            size = max(size, _NOISE * largest)
-        if error > _ACCEPTED.get(dtype or wanted[name].dtype, 0.05) * size + 1e-9:
+        counted = max(size, least * largest) if name.startswith(_GRADIENT) else size
+        if error > _ACCEPTED.get(dtype or wanted[name].dtype, 0.05) * counted + 1e-9:
             return f"{name} is off by {error / max(size, 1e-9):.2g} of its size"
     return ""
 

@@ -24,6 +24,8 @@ from .results import difference, floats_in, gradients
 from .rotary import replace_rotary
 from .trial import Trial, try_block
 
+_LEAST = 1e-3  # of the largest gradient: softmax does not see keys' biases, so theirs is rounding alone
+
 
 @dataclass(repr=False)
 class Adoption:
@@ -83,7 +85,7 @@ def adopt(
         model: any module; on any device, on meta too. Before DDP, FSDP or torch.compile are put around it.
         batch: what the model is called with: a dict (keyword arguments), a tuple or a tensor, on its device. The model is then
             run before and after, in evaluation, and if outputs or gradients differ by more than 1e-3 (fp32; 0.05 in bf16
-            and fp16) of their norm, all is undone.
+            and fp16) of their norm, all is undone. A gradient counts as at least a thousandth of the largest.
         blocks: also compute the sums of its blocks in the norms.
         rotary: also turn queries and keys in one kernel, with the norms before (`replace_rotary`).
         mlp: also compute the activation and product of gated MLPs in one kernel (`replace_mlps`).
@@ -121,7 +123,7 @@ def adopt(
         if blocks and not found.blocks and not found.left and any(site.fused for site in found.norms):
             found.notes.append("no block found: no module's forward takes the stream first and adds to what its norms get")
         found.notes += _functional_norms(model)
-        differs = "" if wanted is None else difference(wanted, _results(model, batch))
+        differs = "" if wanted is None else difference(wanted, _results(model, batch), least=_LEAST)
     except BaseException:
         undo()
         raise
@@ -258,7 +260,7 @@ def _functional_norms(model: nn.Module) -> list[str]:
             continue
         called: list[Any] = [inspect.unwrap(cls.forward)]
         for function in called:  # which grows
-            names = _names(function.__code__) - {*module._modules} if isinstance(function, FunctionType) else set()
+            names = _names(function.__code__) if isinstance(function, FunctionType) else set()
             found = [function.__globals__.get(name, getattr(cls, name, None)) for name in sorted(names)]
             called += [f for f in found if isinstance(f, FunctionType) and f.__module__ == cls.__module__ and f not in called]
             by = "" if function is called[0] else f" by {function.__name__}()"

@@ -97,6 +97,11 @@ def test_what_was_made_without_gradients_has_none_and_what_was_made_with_them_ke
     assert branch.tensor().requires_grad and (X + branch).requires_grad
 
 
+def test_two_sums_that_wait_for_another_branch_keep_both_streams():
+    a, b = (Lazy(branch, (Role("mlp", waits=True),)) for branch in (H, G))
+    torch.testing.assert_close(settled((X + a) + (X + b)), (X + H) + (X + G))
+
+
 def test_a_name_that_no_tensor_has_is_no_attribute():
     with pytest.raises(AttributeError, match="Lazy has no attribute 'hidden_states', and neither has a tensor"):
         _ = Lazy(X).hidden_states

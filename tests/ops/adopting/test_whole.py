@@ -251,10 +251,10 @@ class Unseen(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.bias = nn.LayerNorm(N), nn.Parameter(torch.zeros(1))
+        self.inner, self.bias = nn.LayerNorm(N), nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
-        y = self.norm(x)
+        y = self.inner(x)
         return 1e3 * (y + torch.softmax(y + self.bias, -1))
 
 
@@ -264,8 +264,11 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference(device):
     assert note.startswith("no block found")
     weight, bias = "the gradient of weight", "the gradient of bias"
     wanted = {weight: torch.ones(4), bias: torch.full((4,), 1e-7)}
-    assert not difference(wanted, wanted | {bias: -wanted[bias]})
-    assert difference(wanted, wanted | {bias: 1e-3 * wanted[weight]}) == "the gradient of bias is off by 0.1 of its size"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not difference(wanted, wanted | {bias: -wanted[bias]}, dtype, least=1e-3)
+        assert difference(wanted, wanted | {bias: -wanted[bias]}, dtype) == "the gradient of bias is off by 2 of its size"
+        small = wanted | {bias: 1e-3 * wanted[weight]}  # is there, and lost
+        assert difference(small, wanted, dtype, least=1e-3) == "the gradient of bias is off by 1 of its size"
 
 
 def test_undoing_takes_hooks_away_that_a_forward_registered_since_of_whatever_kind():

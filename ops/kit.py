@@ -387,22 +387,25 @@ class Call:
         return lambda b: fill(op.Gradients, written, op.backward_op(present(b), text)), pick
 
 
-def refused(function: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The same gradients with a history, whatever they were computed from: a backward that raises.
+def refused(
+    function: str, of: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """The same gradients with a history, that of all that they were computed from: a backward that raises.
 
     PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
-    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
+    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights. Without `of`,
+    `torch.autograd.grad` would not come past here on its way to them.
 
     function: the public one, for the message.
     """
-    return _Refused.apply(function, torch.zeros((), device="cpu", requires_grad=True), *gradients)
+    return _Refused.apply(function, len(of), torch.zeros((), device="cpu", requires_grad=True), *of, *gradients)
 
 
 class _Refused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, count: int, anchor: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.name = name
-        return tuple([None if gradient is None else gradient.detach() for gradient in gradients])
+        return tuple([None if gradient is None else gradient.detach() for gradient in tensors[count:]])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -441,7 +444,7 @@ class Recorded(torch.autograd.Function):
         if gradients is None:
             with torch.no_grad():
                 gradients = call.gradients(needs, there)
-            gradients = refused(call.function, gradients)
+            gradients = refused(call.function, there, gradients)
         return None, None, *gradients
 
 

@@ -214,7 +214,7 @@ class FusedModulatedNorm(kit.Op):
 
     def kept(self, of, o, needs):
         r, needs_gate = "x" if of.residual is None and of.gate is None else "r", needs[4]
-        return super().kept(of, o, needs) | {"r": r, "x": "x" if needs_gate else None}
+        return super().kept(of, o, needs) | {"r": None if o.norm is Norm.none else r, "x": "x" if needs_gate else None}
 
     def wanted(self, of, o, needs, given):
         if "dy" not in given:  # r alone was used
@@ -225,7 +225,7 @@ class FusedModulatedNorm(kit.Op):
         return wanted, sources
 
     def gradients(self, b, o, wanted):
-        like = (b[3], b[3], *b[-5:])  # r twice
+        like = (_stream_of(b), _stream_of(b), *b[-5:])
         return self.Gradients._make([d and empty_as(t, d) for t, d in zip(like, wanted, strict=True)])
 
     def start(self, i, o):
@@ -252,7 +252,7 @@ class FusedModulatedNorm(kit.Op):
         return run
 
     def start_backward(self, b, o, wanted):
-        kernels, facts, N = kit.kernels("modulated"), kit.device_facts(b.r.device), b.r.shape[-1]
+        kernels, facts, N = kit.kernels("modulated"), kit.device_facts(_stream_of(b).device), _stream_of(b).shape[-1]
         sums = (
             bool(wanted.dscale or wanted.dweight),
             bool(wanted.dshift or wanted.dbias or (wanted.dscale and b.bias is not None)),
@@ -261,7 +261,7 @@ class FusedModulatedNorm(kit.Op):
         rows, written = (b.dy, b.dr, b.x if wanted.dgate else None, b.r), wanted[:2]
         work = Work(vector_of(*rows, *written), bytes_of(*rows), sum(sums), written_bytes=bytes_of(*written))
         tile = sample_backward_tile(N, work, facts)
-        start, variant = _launches(b.r.device, o, N, work, tile, STREAM_DTYPE=None, WANTED=sums)
+        start, variant = _launches(_stream_of(b).device, o, N, work, tile, STREAM_DTYPE=None, WANTED=sums)
         launch = start(
             kernels.modulated_backward_kernel, kernels.BackwardPointers, num_warps=tile.warps, maxnreg=most_registers(tile)
         )
@@ -270,22 +270,23 @@ class FusedModulatedNorm(kit.Op):
 
         def run(b):
             dy, dr, x, r, stats, *vectors, weight, bias = b
-            M = r.numel() // N
+            stream = _stream_of(b)
+            M = stream.numel() // N
             if M == 0:
                 return kit.zeroed(self.gradients(b, o, wanted))
-            found = [d and empty_as(t, d) for t, d in zip((r, r, *vectors), wanted[:-2], strict=True)]
+            found = [d and empty_as(t, d) for t, d in zip((stream, stream, *vectors), wanted[:-2], strict=True)]
             (scale, _, gate), samples, (scale_steps, _, gate_steps) = _rows(vectors)
             tokens = M // samples
             tiles = -(-tokens // tile.rows)
             each = -(-samples * tiles // most_programs)
             programs = -(-samples * tiles // each)
-            partials = r.new_empty((programs + samples - 1, sum(sums), N), dtype=torch.float32) if any(sums) else None
+            partials = stream.new_empty((programs + samples - 1, sum(sums), N), dtype=torch.float32) if any(sums) else None
             x = x if wanted.dgate else None
             tensors = (dy, dr, x, r, stats, scale, gate, weight, *found[:2], partials)
             launch(programs, tensors, M, tokens, tiles, each, samples * tiles, scale_steps, gate_steps, variant)
             if partials is None:
                 return (*found, None, None)
-            of_samples = [d and r.new_empty((samples, N), dtype=torch.float32) for d in wanted[-2:]]
+            of_samples = [d and stream.new_empty((samples, N), dtype=torch.float32) for d in wanted[-2:]]
             tensors = (partials, scale, weight, bias, *found[2:], *of_samples)
             how = programs > 16 * samples
             block_p, block_n = FINISH[how]
@@ -332,6 +333,11 @@ def _rows(vectors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], int, l
 def _adds(given: Collection[str]) -> bool:
     """Whether r is another tensor than x."""
     return "residual" in given or "gate" in given
+
+
+def _stream_of(b: Sequence[Tensor | None]) -> Any:
+    """Of Backward: r, or its gradient where no norm needs r."""
+    return b[1] if b[3] is None else b[3]
 
 
 def _stream(i: Any) -> torch.dtype:

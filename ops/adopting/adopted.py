@@ -16,6 +16,9 @@ from torch import Tensor, nn
 Only = Callable[[str, nn.Module], bool] | None  # of a module's name and the module: whether it may be changed
 
 
+KEEPS = "its forward keeps something as an attribute"  # which ours would not
+
+
 class LeftAlone(Exception):
     """The reason, in words."""
 

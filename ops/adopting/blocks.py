@@ -111,11 +111,11 @@ class AdoptedBlock(Adopted):
     def _made(cls, own: Any, how: Any, recognised: Any) -> dict[str, Any]:
         @wraps(own.forward)
         def forward(self: AdoptedBlock, *args: Any, **kwargs: Any) -> Any:
-            argument = self._plan.argument
-            if args:
-                args = (_with_norm_ahead(self, args[0]), *args[1:])
-            elif argument in kwargs:
-                kwargs[argument] = _with_norm_ahead(self, kwargs[argument])
+            x = args[0] if args else kwargs.get(self._plan.argument)
+            r = _with_norm_ahead(self, x)
+            if r is not x:  # in each place where the block gets x: it may ask whether two are one
+                args = tuple([r if t is x else t for t in args])
+                kwargs = {name: r if t is x else t for name, t in kwargs.items()}
             if torch.compiler.is_compiling():
                 return settled(own.forward(self, *args, **kwargs))  # which a tool may have replaced since
             around, _running.call = _running.call, (self, _mode(), {})

@@ -101,8 +101,10 @@ def has_rows_of(x: Tensor, r: Tensor) -> bool:
 def _state(x: Tensor) -> tuple:
     # In a compiled graph nobody but the block changes it, and the trial has seen the block. A part in a checkpoint of its own
     # takes nothing from before it: it would save other tensors when it is computed again.
-    version = 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-    return version, autocasts(x.device), saved_through()
+    compiling = torch.compiler.is_compiling()
+    version = 0 if compiling or x.is_inference() else x._version
+    is_watched = not compiling and bool(x._backward_hooks or x.retains_grad)  # by whom the whole gradient is to pass
+    return version, is_watched, torch.is_grad_enabled(), autocasts(x.device), saved_through()
 
 
 def autocasts(device: torch.device) -> bool:
@@ -417,11 +419,12 @@ def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = F
     """seed: for `trial`. It is drawn here, so that everybody who computes the value drops the same elements."""
     if not training or p == 0.0:
         return input
-    if isinstance(input, Lazy) and input.is_branch() and input.is_open() and "dropout_p" not in input.parts and p < 1.0:
+    waits = isinstance(input, Lazy) and input.is_branch() and input.is_open() and "dropout_p" not in input.parts
+    if waits and p < 1.0 and not inplace:
         if seed is None:
             seed = draw_seed(input.x.device, is_eager((input.x,)))
         return input.then(dropout_p=p, seed=seed)
-    return F.dropout(settled(input), p) if seed is None else seeded_dropout(settled(input), p, seed)
+    return F.dropout(settled(input), p, inplace=inplace) if seed is None else seeded_dropout(settled(input), p, seed)
 
 
 # Functions of torch that leave things uncomputed. add_ and mul_ are not among them: what they change in place is the value.

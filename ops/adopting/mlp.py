@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ..activation import Activation, gated_activation_fn
 from ..torch_state import has_hooks
-from .adopted import Adopted, Only, is_known, raised, replace, restore
+from .adopted import KEEPS, Adopted, Only, is_known, raised, replace, restore
 from .recognise import undisturbed
 from .results import difference, gradients
-from .stand_ins import clone_of
+from .stand_ins import attributes, clone_of
 
 # Names of the linear layers that give gate and value, or both in one, and of the one behind: Llama, Phi-3, Llama's own code.
 _LAYERS = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"), (("w1", "w3"), "w2"))
@@ -114,6 +114,7 @@ def _tried(module: Any, inputs: tuple[str, ...], last: str) -> Gated | str:
         return "its forward takes more than one tensor"
     others = {name: part for name, part in module.named_children() if name not in (*inputs, last)}
     functions = [name for name, part in others.items() if not [*part.children(), *part.parameters()]]
+    functions = [name for name in functions if not isinstance(others[name], nn.Dropout)]  # whose p may be set later
     if len(others) > 1 or len(functions) < len(others):
         return f"it has other parts: {', '.join(others)}"
     function, kind = (functions[0], type(others[functions[0]])) if functions else (None, None)
@@ -124,7 +125,13 @@ def _tried(module: Any, inputs: tuple[str, ...], last: str) -> Gated | str:
             clone = clone_of(
                 module, torch.randn_like, lambda path, _: nn.Linear(*sizes[path]) if path in sizes else None
             ).double()
+            for buffer in clone.buffers():  # a checkpoint may bring other values
+                if buffer.is_floating_point():
+                    buffer.normal_()
+            before = attributes(clone)
             expected = _results(clone, forward)
+            if attributes(clone) != before:
+                return KEEPS
             for activation in Activation:
                 found = Gated(inputs, last, activation.name, function, kind)
                 if not difference(expected, _results(clone, AdoptedMLP._ours(found, forward))):

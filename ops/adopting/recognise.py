@@ -24,7 +24,8 @@ from ..kernels import runs_kernels
 from ..kit import forget
 from ..modules import MODULES
 from ..reference import NORMS, Norm
-from .adopted import raised
+from .adopted import KEEPS, LeftAlone, raised
+from .stand_ins import attributes
 
 # Largest relative rms error of a row. fp32 arithmetic is good to 3e-7; an unbiased variance is off by 1/2N, which is more than
 # this up to N = 160,000.
@@ -204,6 +205,8 @@ def _formula(module: nn.Module, width: int) -> Formula | str:
         permuted = rows.view(2, 4, width).permute(1, 0, 2)  # as it lies in memory after a transpose
         formula = replace(formula, keeps_strides=_run(module, values, permuted).stride() == permuted.stride())
         return _with_out_dtype(module, formula, values, rows)
+    except LeftAlone as why:
+        return str(why)
     except Exception as error:  # the module's code may raise anything; each is a reason to leave it alone
         image = _attempt(module, values, torch.ones(2, width, 3, 5))
         if image is not None and image.shape == (2, width, 3, 5):
@@ -218,7 +221,11 @@ def _run(module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool
     clone.__dict__ |= {name: copy(value) if type(value) in (list, dict, set) else value for name, value in vars(module).items()}
     weights = {name: value.to(device, copy=True) for name, value in values.items()}
     clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "_buffers": {}, "training": training}
-    return type(module).forward(clone, x.to(device, copy=True)).cpu()
+    before = attributes(clone)
+    y = type(module).forward(clone, x.to(device, copy=True)).cpu()
+    if attributes(clone) != before:
+        raise LeftAlone(KEEPS)
+    return y
 
 
 def _attempt(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor | None:

@@ -1,6 +1,7 @@
 """What two runs of a module give, and in what they differ."""
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ _GRADIENT = "the gradient of "
 
 
 def floats_in(output: Any, name: str) -> dict[str, Tensor]:
-    """The tensors of floats in an output, tuple, list or mapping, by what a reader would call them."""
+    """The tensors of floats in an output, tuple, list, mapping or dataclass, by what a reader would call them."""
     if isinstance(output, Mapping):
         inside = [floats_in(one, f"{name}.{key}") for key, one in output.items()]
+    elif is_dataclass(output):
+        inside = [floats_in(getattr(output, of.name, None), f"{name}.{of.name}") for of in fields(output)]
     elif isinstance(output, tuple | list):
         inside = [floats_in(one, f"{name}[{i}]") for i, one in enumerate(output)]
     else:

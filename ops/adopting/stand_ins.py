@@ -124,6 +124,12 @@ def clone_of(
     return clone
 
 
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """What another look differs from if a forward has kept something: which object each attribute is, and how long it is."""
+    of = {name: value for name, value in vars(module).items() if name != "training"}
+    return {name: (id(value), len(value) if type(value) in (list, dict, set) else 0, value) for name, value in of.items()}
+
+
 def on_cpu(value: Any) -> Any:
     """A copy, in fp32; some values, where it is on meta."""
     if type(value) in (list, dict, set):

@@ -376,12 +376,13 @@ class _Bench:
         leaves = inputs | {name: p.requires_grad_() for name, p in clone.named_parameters()}
         x, *others = [t * 1 for t in inputs.values()]
         found = floats_in(self._run(clone, x, training, through, dict(zip(self._tensors(), others, strict=True))), "its output")
+        if not found:
+            raise LeftAlone("it returns no tensor that could be compared")
         if x._version:
             raise LeftAlone("it changes the stream that it gets in place")
         for path, module in clone.named_modules():
-            kept = floats_in(
-                {f"{path}.{name}": t for name, t in vars(module).items() if isinstance(t, Tensor)}, "what it keeps"
-            )
+            kept = {f"{path}.{name}": t for name, t in vars(module).items() if isinstance(t, Tensor | list | tuple)}
+            kept = floats_in(kept, "what it keeps")
             leaves |= {name: t for name, t in kept.items() if not (t.is_leaf or through)}
             found |= kept
         for t in leaves.values():

@@ -1,6 +1,5 @@
 """A ladder, with drawn losses in place of training, and with training of tiny models."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from study.arms import FOLDER, Arm, Study
 from study.config import Config
 from study.ladder import law, predicted
 from study.runs import FRESH, SEARCH, Found, Result
+from tests.runs import read_json
 
 SIZES = {"2M": (4, 128, 1200), "4M": (6, 192, 2600), "8M": (8, 256, 5200), "20M": (10, 384, 12700)}
 
@@ -87,7 +87,7 @@ def test_an_order_that_turns_and_a_rate_that_does_not_carry_are_told(drawn):
     assert "outside of the interval" in said
 
 
-def test_it_trains_every_size_in_a_folder_of_its_own(tiny, tmp_path, monkeypatch, capsys):
+def test_it_trains_every_size_in_a_folder_of_its_own(tiny, tmp_path):
     text = (FOLDER / "ladder.yaml").read_text().split("arguments:")[0]
     sizes = "".join(f"  '{n}': [model.width={16 * n}, train.steps={4 * n}]\n" for n in (1, 2, 3, 4))
     (tmp_path / "study").mkdir()
@@ -98,13 +98,11 @@ def test_it_trains_every_size_in_a_folder_of_its_own(tiny, tmp_path, monkeypatch
     command += [f"folder={tmp_path}/ladder"]
     command = [key for key in command if not key.startswith(("model.width", "train.steps", "optim.lr", "eval.every"))]
     assert compare.main(command) == 0
-    told, record = (
-        (tmp_path / "ladder" / "ladder.md").read_text(),
-        json.loads((tmp_path / "ladder" / "report.json").read_text()),
-    )
+    record = read_json(tmp_path / "ladder" / "report.json")
     assert "study/ladder.py" in record["code"]["modules"] and record["environment"]["versions"]["torch"]
     assert all([rung["size"] for rung in of] == ["1", "2", "3", "4"] for of in record["ladder"].values())
-    assert "predicted" in told and (tmp_path / "ladder" / "4" / "runs.jsonl").read_text().count('"evaluated"') == 1
+    assert "predicted" in (tmp_path / "ladder" / "ladder.md").read_text()
+    assert (tmp_path / "ladder" / "4" / "runs.jsonl").read_text().count('"evaluated"') == 1
 
 
 COMPUTE = np.array([1e14, 4e14, 1.6e15])

@@ -1,4 +1,5 @@
-"""Operators with a mistake in them, in place of `norm_fn` at the sites of the fused arm and of `linear_cross_entropy_fn`."""
+"""Operators with a mistake in them, in place of `norm_fn` at the sites of the fused arm, of `linear_cross_entropy_fn`, and of
+`gated_activation_fn`."""
 
 from functools import partial
 
@@ -7,9 +8,19 @@ import torch
 from ops import gated_activation_fn, linear_cross_entropy_fn, norm_fn
 
 
-def wrong_eps(eps):
-    """An eps of its own, whatever the site asks for."""
-    return lambda *args, **options: norm_fn(*args, **options | {"eps": eps})
+def with_options(operator, **wrong):
+    """With these options, whatever is asked for."""
+    return lambda *args, **options: operator(*args, **options | wrong)
+
+
+def gradient_off(operator, factor):
+    """The right value, with gradients that are too long."""
+
+    def off(*args, **options):
+        y = operator(*args, **options)
+        return y.detach() + factor * (y - y.detach())
+
+    return off
 
 
 def wrong_elements(*args, **options):
@@ -49,44 +60,19 @@ def _statistics(r, eps):
     return mean.float(), ((r - mean).square().mean(-1, keepdim=True) + eps).rsqrt().float()
 
 
+bf16_statistics = partial(handmade, rough=True)
+no_mean_term = partial(handmade, mean_term=False)  # a backward that treats the mean as a constant
+
+
 def weight_gradient_off(kind, x, weight, *args, **options):
     """The right value, with gradients of weights that are 3 % too long."""
     return norm_fn(kind, x, weight.detach() + 1.03 * (weight - weight.detach()), *args, **options)
 
 
-bf16_statistics = partial(handmade, rough=True)
-no_mean_term = partial(handmade, mean_term=False)  # a backward that treats the mean as a constant
-
-
-# ---- losses ------------------------------------------------------------------------------------------------------------------
-
-
-def loss_regularised(*args, **options):
-    """log² Σ exp(logits) in a loss that asks for none."""
-    return linear_cross_entropy_fn(*args, **options | {"z_loss": 1e-4})
-
-
-def loss_gradient_off(*args, **options):
-    """The right value, with a gradient that is a hundredth too long."""
-    loss = linear_cross_entropy_fn(*args, **options)
-    return loss.detach() + 1.01 * (loss - loss.detach())
-
-
-def loss_without_a_row(hidden, weight, targets, **options):
-    """The mean over all rows but the first."""
-    return linear_cross_entropy_fn(hidden[1:], weight, targets[1:], **options)
-
-
-def another_gate(x, activation):
-    """GELU in place of SiLU."""
-    return gated_activation_fn(x, activation="gelu")
+loss_regularised = with_options(linear_cross_entropy_fn, z_loss=1e-4)
+loss_gradient_off = gradient_off(linear_cross_entropy_fn, 1.01)
+gate_gradient_off = gradient_off(gated_activation_fn, 1.1)
 
 
 def gate_in_bf16(x, activation):
     return gated_activation_fn(x.bfloat16().to(x.dtype), activation=activation)
-
-
-def gate_gradient_off(*args, **options):
-    """The right value, with a gradient that is a tenth too long."""
-    y = gated_activation_fn(*args, **options)
-    return y.detach() + 1.1 * (y - y.detach())

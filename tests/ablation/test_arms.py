@@ -128,10 +128,9 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
     assert Counter(name for name, *_ in blocks) == dict.fromkeys(ARMS, 14)
     assert all(all(map(torch.equal, run[3], blocks[0][3])) for run in blocks)
     for name, arm in found.items():
-        assert [len(block) for block in arm.blocks_ms] == [2] * 12
         assert arm.blocks_ms == [block for cycle in kept for block in cycle[name]]
         assert arm.peak_gb is None and arm.launches is None
-    assert found.keys() == set(ARMS) and len(kept) == 6 and not failed
+    assert len(kept) == 6 and not failed
     of_torch = [place for name, _, _, _, place in blocks if name == TORCH]
     assert of_torch[::2] == of_torch[1::2] and set(Counter(of_torch[2:]).values()) == {4}, "of six cycles two in each place"
     arms[TORCH].update.graph = True  # which has addresses: places stay

@@ -18,7 +18,7 @@ from tests.runs import config, precision
         ({"dropout": 0.0, "residual_dtype": ResidualDtype.compute}, torch.float32, 24 + 3 * 32 + 28),
         # parallel, one site a layer: first 12 + 16, one other of 16 + 20, final 10 + 2 + 8 + 4 + 4
         ({"block": BlockLayout.parallel}, torch.bfloat16, 28 + 36 + 28),
-        # bf16 stream, drop path: there dx is not dresidual
+        # bf16 stream, drop path: dx is not dresidual
         ({"dropout": 0.0, "drop_path": 0.1, "residual_dtype": ResidualDtype.compute}, torch.bfloat16, 12 + 3 * 18 + 16),
         # with norms of q and of k (half as wide), 5 tensors of 2 bytes in each of 2 layers, and 2 of v
         ({"qk_norm": True, "kv_heads": 1}, torch.bfloat16, 130 + 2 * (10 * 1.5 + 4 * 0.5)),

@@ -18,49 +18,42 @@ from ablation.rounding import BIAS, MARGIN, REFERENCE, Distances, sign_test, siz
 from ablation.variants import Variant
 from data import load_corpus
 from measure.comparison import FUSED, TORCH
+from ops import norm_fn
 from tests.ablation import faults
 from tests.runs import composed, precision
 
 PRECISION = {name: precision(getattr(torch, name)) for name in ("float32", "bfloat16", "float16")}
 FP32, BF16 = "float32", "bfloat16"
 ARMS = (REFERENCE, TORCH, FUSED, *ORDER_NAMES)
-KEYS = ("train.batch_size=4", "model.dropout=0.1", "optim.warmup_steps=0")
+KEYS = ("train.batch_size=4", "model.dropout=0.1", "optim.warmup_steps=0", "ablate.arms=[torch,fused]")
+KEYS += ("ablate.parity_seeds=4", "ablate.parity_steps=2")
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny):
-    """A function: overrides -> (config, corpus)."""
+def parity(tiny):
+    """parity(dtype, *overrides): the verdict on each tested arm."""
 
-    def load(*more):
-        cfg = composed(
-            [*tiny, *KEYS, "ablate.arms=[torch,fused]", "ablate.parity_seeds=4", "ablate.parity_steps=2", *more], Config
-        )
-        return cfg, load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
+    def verdicts(dtype, *more, device="cpu"):
+        cfg, corpus = loaded(tiny, *more)
+        settled, arms = replace(PRECISION[dtype], device=torch.device(device)), Variant(cfg, {}, {}).tested
+        runs = [run_seed(cfg, cfg.seed + number, settled, corpus, arms) for number in range(cfg.ablate.parity_seeds)]
+        return [judge(runs, arm, settled, {}) for arm in arms]
 
-    return load
-
-
-def found(loaded, dtype, device="cpu"):
-    cfg, corpus = loaded
-    settled = replace(PRECISION[dtype], device=torch.device(device))
-    (result,) = parity(cfg, settled, corpus)
-    return result
+    return verdicts
 
 
-def parity(cfg, settled, corpus):
-    """The verdict on each tested arm."""
-    arms = Variant(cfg, {}, {}).tested
-    runs = [run_seed(cfg, cfg.seed + number, settled, corpus, arms) for number in range(cfg.ablate.parity_seeds)]
-    return [judge(runs, arm, settled, {}) for arm in arms]
+def loaded(tiny, *more):
+    cfg = composed([*tiny, *KEYS, *more], Config)
+    return cfg, load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
 
 
-def test_the_fused_norms_pass_over_eight_seeds_and_over_any_four_of_them(tiny):
-    cfg, corpus = tiny()
-    runs = [run_seed(cfg, seed, PRECISION[BF16], corpus, [FUSED]) for seed in range(1, 9)]
+def test_the_fused_norms_pass_over_six_seeds_and_over_any_four_of_them(tiny):
+    cfg, corpus = loaded(tiny)
+    runs = [run_seed(cfg, seed, PRECISION[BF16], corpus, [FUSED]) for seed in range(1, 7)]
     whole = judge(runs, FUSED, PRECISION[BF16], {})
     assert whole.verdict.startswith("Parity holds: ") and "No kernel ran" in whole.verdict
-    assert whole.seeds == list(range(1, 9))
-    assert all(judge(runs[first : first + 4], FUSED, PRECISION[BF16], {}).holds for first in range(5))
+    assert whole.seeds == list(range(1, 7))
+    assert all(judge(runs[first : first + 4], FUSED, PRECISION[BF16], {}).holds for first in range(3))
     one, other = runs[:2]
     assert [one.losses[arm][0] for arm in ARMS] == pytest.approx([one.losses[TORCH][0]] * len(ARMS), rel=1e-4)
     assert one.losses[TORCH] != other.losses[TORCH] and len({tuple(one.losses[arm]) for arm in ARMS}) > 2
@@ -68,12 +61,12 @@ def test_the_fused_norms_pass_over_eight_seeds_and_over_any_four_of_them(tiny):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_kernels_pass_on_a_gpu(tiny, dtype):
-    assert found(tiny(), dtype, device="cuda").holds
+def test_the_kernels_pass_on_a_gpu(parity, dtype):
+    (result,) = parity(dtype, device="cuda")
+    assert result.holds
 
 
-ONE_SEED = ("ablate.parity_seeds=1",)
-GPT2 = ("model.width=768", "model.heads=12", "model.layers=1", "ablate.parity_steps=1", "ablate.parity_seeds=2")
+WIDE = ("model.width=256", "model.heads=4", "model.layers=1", "ablate.parity_steps=1", "ablate.parity_seeds=2")
 MLP = ("ablate.switch=mlp", "model.activation=swiglu")
 LOSS, CAPPED = "ablate.switch=loss", ("loss.softcap=20.0", "loss.z_loss=1e-3")
 RIGHT = (None, faults.handmade)  # made as the faulty ones are
@@ -86,27 +79,24 @@ RIGHT = (None, faults.handmade)  # made as the faulty ones are
         (None, FP32, ("model.block=parallel", "model.drop_path=0.2", "model.positions=rotary", "model.qk_norm=true")),
         (None, "float16", ("train.accumulation=2", "model.dropout=0", "model.tie_embeddings=false")),
         (faults.handmade, BF16, ()),
-        (faults.wrong_eps(1.001e-5), FP32, ()),  # of 1e-5; in bf16 that is below a rounding step
-        (faults.wrong_eps(1.2e-5), BF16, ()),
-        *((faults.bf16_statistics, dtype, ()) for dtype in (FP32, BF16)),
+        (faults.with_options(norm_fn, eps=1.001e-5), FP32, ()),  # of 1e-5; in bf16 that is below a rounding step
+        (faults.with_options(norm_fn, eps=1.2e-5), BF16, ()),
+        (faults.bf16_statistics, BF16, ()),
         (faults.no_mean_term, FP32, ()),
-        *((faults.weight_gradient_off, dtype, ()) for dtype in (FP32, BF16)),
+        (faults.weight_gradient_off, BF16, ()),
         (faults.truncated, BF16, ()),
-        *((fault, BF16, ONE_SEED) for fault in (None, faults.wrong_eps(1e-3), faults.wrong_elements)),
-        (faults.bf16_statistics, BF16, GPT2),  # what hides best in a small model
-        (None, "float16", (LOSS,)),
+        *((fault, BF16, ("ablate.parity_seeds=1",)) for fault in (None, faults.wrong_elements)),
+        (faults.bf16_statistics, BF16, WIDE),  # what hides best in a small model
         (None, FP32, (LOSS, *CAPPED)),
-        (None, BF16, (LOSS, "loss.chunks=4", "train.accumulation=2", "model.tie_embeddings=false")),
+        (None, "float16", (LOSS, "loss.chunks=4", "train.accumulation=2", "model.tie_embeddings=false")),
         (faults.loss_regularised, BF16, (LOSS,)),
         (faults.loss_gradient_off, BF16, (LOSS,)),
-        (faults.loss_without_a_row, FP32, (LOSS, *ONE_SEED)),
-        *((None, dtype, MLP) for dtype in (FP32, BF16)),
-        (faults.another_gate, FP32, MLP),
+        (None, BF16, MLP),
         (faults.gate_in_bf16, FP32, MLP),
         (faults.gate_gradient_off, BF16, MLP),
     ],
 )
-def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options(tiny, fault, dtype, keys, monkeypatch):
+def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options(parity, fault, dtype, keys, monkeypatch):
     module, operator = model.sites, "norm_fn"
     if LOSS in keys:
         module, operator = model.loss, "linear_cross_entropy_fn"
@@ -114,16 +104,16 @@ def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options
         module, operator = model.mlp, "gated_activation_fn"
     monkeypatch.setattr(module, operator, fault or getattr(module, operator))
     seeds = () if fault else ("ablate.parity_seeds=2",)  # finding a fault takes four
-    result = found(tiny(*seeds, *keys), dtype)
+    (result,) = parity(dtype, *seeds, *keys)
     assert result.holds == (fault in RIGHT), result.verdict
     assert result.holds or (result.verdict.startswith("Parity fails: ") and " × " in result.verdict)
     assert {"loss", "gradient norm", "gradient of the final norm", "parameters"} <= set(result.distances)
     assert any(one.reordered != 1 for of in result.distances.values() for one in of), "the other order is another one"
 
 
-def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
+def test_losses_that_are_no_numbers_fail(parity, monkeypatch):
     monkeypatch.setattr(model.sites, "norm_fn", faults.no_number)
-    result = found(tiny("ablate.parity_seeds=2"), FP32)
+    (result,) = parity(FP32, "ablate.parity_seeds=2")
     assert not result.holds and result.verdict == "Parity fails: the loss of fused is not finite."
     assert all(math.isfinite(x) for q in result.quantities for x in (q.tested.low, q.tested.median, q.tested.high))
 
@@ -161,12 +151,11 @@ def test_a_wrong_norm_fails_by_size_or_by_sign_and_ten_times_the_expected_error_
         assert holds == [not is_far, is_far]
 
 
-def test_several_arms_are_tested_in_one_run_each_by_itself(tiny, monkeypatch):
+def test_several_arms_are_tested_in_one_run_each_by_itself(parity, monkeypatch):
     """Of two arms one has a mistake in it: torch's site, with a wrong eps, in the place of a compiled one."""
     monkeypatch.setattr(
         model.norm, "compiled_alone", lambda site: lambda inputs, affine, how: site(inputs, affine, how._replace(eps=1e-3))
     )
-    cfg, corpus = tiny("ablate.arms=[torch,compiled,fused]")
-    wrong, right = parity(cfg, PRECISION[FP32], corpus)
+    wrong, right = parity(FP32, "ablate.arms=[torch,compiled,fused]")
     assert (wrong.arm, right.arm) == ("compiled", FUSED)
     assert right.holds and not wrong.holds

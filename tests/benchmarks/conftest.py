@@ -1,6 +1,7 @@
 """What the tests of all programs here need."""
 
 import json
+from functools import cache
 
 import pytest
 
@@ -12,6 +13,7 @@ def recorded(tmp_path, monkeypatch, capsys):
     """A function: what a program records with these arguments, and what it prints."""
     for name in ("SCRATCH", "FOLDER"):
         monkeypatch.setattr(command, name, tmp_path)
+    monkeypatch.setattr(command.sources, "code", cache(command.sources.code))  # which is written with each cell
 
     def recorded(program, *arguments):
         program.main(arguments)

@@ -22,7 +22,7 @@ def forked(words, cwd, env, check):
 
 def test_two_ranks_train_together_with_the_batch_of_each(monkeypatch):
     monkeypatch.setattr(scaling.subprocess, "run", forked)
-    facts, keys = scaling.cell_of(scaling.options_of(CPU), "fsdp", 2)
+    facts, keys = scaling.cell_of(scaling.options_of(CPU), "ddp", 2)
     assert (
         "train.batch_size=16" in keys and facts["batch_size"] == 8 and (facts["model"], facts["precision"]) == ("tiny", "fp32")
     )

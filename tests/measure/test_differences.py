@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from measure.differences import LEVEL, Sample, difference, differences, half_width, holm, tail
+from measure.differences import LEVEL, Sample, difference, half_width, holm, tail
 
 
 def sample(n, error):
@@ -34,7 +34,7 @@ def test_a_tail_is_that_of_drawn_errors(first, second):
     assert tail(0.0, one, other) == 1.0 and tail(1.0, Sample([2.0, 2.0]), Sample([1.0, 1.0])) == 0.0
 
 
-@pytest.mark.parametrize("noisy", [1, 3, 8, 60])
+@pytest.mark.parametrize("noisy", [1, 8, 60])
 @pytest.mark.parametrize("runs", [2, 3, 8])
 def test_equal_arms_are_called_different_no_more_often_than_the_level(runs, noisy):
     draw, wrong = np.random.default_rng(0), 0
@@ -48,26 +48,11 @@ def test_holm_raises_each_p_by_the_number_of_tests_that_are_left():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([]) == []
 
 
-CLOSE = [1.440, 1.444, 1.437, 1.446, 1.441]
-
-
-def test_a_failed_run_is_no_loss_and_no_failing_arm_is_without_a_difference():
-    base = Sample([*CLOSE, *CLOSE])
-    for arm in (Sample(CLOSE[:4], failed=1), Sample(CLOSE[:1], failed=4), Sample([], failed=5)):
-        found = differences({"arm": arm, "base": base}, [("arm", "base")])["arm", "base"]
-        assert not found.none and not found.verdict
-        assert found.fails == (arm.failed > 3) and (found.loss is None) == (arm.failed > 3)
-    found = differences({"arm": Sample(CLOSE), "base": base}, [("arm", "base")])["arm", "base"]
-    assert found.none and found.p_failed is None
-
-
 def test_what_a_better_rate_may_gain_widens_the_interval_at_the_end_that_it_moves():
-    base, arm = Sample([*CLOSE, *CLOSE]), Sample([loss + 0.02 for loss in CLOSE])
-    plain, costly, other = (
-        difference(arm, base),
-        difference(Sample(arm.losses, 0, 0.015), base),
-        difference(arm, Sample(base.losses, 0, 0.015)),
-    )
+    losses = [1.440, 1.444, 1.437, 1.446, 1.441]
+    base, arm = Sample(2 * losses), Sample([loss + 0.02 for loss in losses])
+    plain, costly = difference(arm, base), difference(Sample(arm.losses, 0, 0.015), base)
+    other = difference(arm, Sample(base.losses, 0, 0.015))
     assert costly.loss.low == pytest.approx(plain.loss.low - 0.015) and costly.loss.high == pytest.approx(plain.loss.high)
     assert other.loss.high == pytest.approx(plain.loss.high + 0.015) and other.p_loss == plain.p_loss < costly.p_loss
     assert (costly.p_loss <= 0.05) == (not costly.loss.holds(0.0))

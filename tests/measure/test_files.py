@@ -40,13 +40,10 @@ def test_a_disk_that_is_full_in_any_operation_leaves_the_old_file_or_the_new_one
 
 DAMAGES = {
     "cut in the middle": lambda lines: [lines[0], lines[1][:20], *lines[2:]],
-    "doubled": lambda lines: [*lines[:2], lines[1], *lines[2:]],
-    "blank": lambda lines: [lines[0], "", *lines[1:]],
     "gone": lambda lines: [lines[0], *lines[2:]],
     "swapped": lambda lines: [lines[0], lines[2], lines[1], lines[3]],
     "another number": lambda lines: [lines[0], lines[1].replace("0.125", "0.25"), *lines[2:]],
     "no object": lambda lines: [lines[0], "[]", *lines[2:]],
-    "other facts": lambda lines: [lines[0].replace("H100", "H200"), *lines[1:]],
 }
 
 
@@ -94,8 +91,8 @@ def test_names_are_drawn_as_they_are_and_a_character_without_a_glyph_is_escaped(
     assert (tmp_path / "new").read_bytes().startswith(b"\x89PNG") and plots.may_replace(tmp_path / "new")
 
 
-@pytest.mark.parametrize("low", [3e-7, 1.0, 70.0])
-@pytest.mark.parametrize("ratio", [1.1, 3, 9, 15, 99, 1e3, 1e7, 1e12])
+@pytest.mark.parametrize("low", [3e-7, 70.0])
+@pytest.mark.parametrize("ratio", [1.1, 9, 99, 1e7])
 def test_a_logarithmic_axis_has_two_to_six_plain_numbers_whatever_it_spans(low, ratio):
     figure, axes = plots.pyplot.subplots(figsize=(8, 1))
     axes.plot([low, low * ratio])

@@ -9,18 +9,7 @@ import pytest
 
 import configs
 from measure import sources
-from measure.sources import (
-    ROOT,
-    STEP,
-    changes,
-    code,
-    modules_hash,
-    other_kernels,
-    other_versions,
-    ptx_hash,
-    together,
-    tree_hash,
-)
+from measure.sources import ROOT, changes, code, tree_hash
 from study.config import Config as Study
 
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
@@ -78,8 +67,10 @@ def test_a_record_names_what_has_changed_and_the_versions_that_are_not_those_ask
     words = "ops/gone.py, 0, 1, 2 and 2 others have changed"
     pins = VERSIONS | {"transformers": "5.23.0"}
     assert changes(record) == words
-    assert other_versions(record, pins, "pinned") == [], "of a package that it did not have"
-    assert other_versions(record, {"torch": "2.13.0"}, "pinned") == ["torch 2.11.0+cu130 was measured, 2.13.0 is pinned"]
+    assert sources.other_versions(record, pins, "pinned") == [], "of a package that it did not have"
+    assert sources.other_versions(record, {"torch": "2.13.0"}, "pinned") == [
+        "torch 2.11.0+cu130 was measured, 2.13.0 is pinned"
+    ]
     assert changes({"environment": {"versions": {}}}) == "it does not say which code was measured"
 
 
@@ -95,9 +86,9 @@ def test_code_has_the_imported_modules_but_for_tests_and_those_that_say_what_was
 def test_several_processes_have_run_one_code_or_are_no_record():
     one, other = ({"modules": {name: "1"}, "kernels": {"k": [name]}, "backward": "one thread"} for name in "ab")
     both = {"modules": {"a": "1", "b": "1"}, "kernels": {"k": ["a", "b"]}, "backward": "one thread"}
-    assert together([one, other, one]) == both
+    assert sources.together([one, other, one]) == both
     with pytest.raises(ValueError, match=r"^a changed while this was measured\. Measure all of it anew\.$"):
-        together([one, other, one | {"modules": {"a": "2"}}])
+        sources.together([one, other, one | {"modules": {"a": "2"}}])
 
 
 def test_the_yaml_files_of_a_config_count_by_their_values(tmp_path, monkeypatch):
@@ -116,14 +107,14 @@ def test_the_yaml_files_of_a_config_count_by_their_values(tmp_path, monkeypatch)
 
 
 def test_processes_agree_in_what_makes_and_times_a_step_and_not_in_what_tells_of_it(tmp_path, monkeypatch):
-    for name in STEP:
+    for name in sources.STEP:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x = 1") if name.endswith(".py") else (tmp_path / name).mkdir(exist_ok=True)
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-    hashes = [modules_hash(*STEP)]
+    hashes = [sources.modules_hash(*sources.STEP)]
     for name in ("training/tracking.py", "measure/plots.py", "training/step.py", "measure/schedule.py"):
         (tmp_path / name).write_text("x = 2")
-        hashes.append(modules_hash(*STEP))
+        hashes.append(sources.modules_hash(*sources.STEP))
     assert hashes[0] == hashes[1] == hashes[2] and len(set(hashes)) == 3
 
 
@@ -154,7 +145,7 @@ $L__tmp1:
 
 def test_a_kernel_counts_by_its_instructions_alone():
     same = PTX.replace("first", "second").replace("1 3 0", "1 4 7").replace("// why", "").replace("tmp1", "tmp2")
-    assert ptx_hash(PTX) == ptx_hash(same) != ptx_hash(PTX.replace("ret", "trap"))
+    assert sources.ptx_hash(PTX) == sources.ptx_hash(same) != sources.ptx_hash(PTX.replace("ret", "trap"))
 
 
 def test_the_kernels_that_ran_are_named_with_the_hash_of_each_variant(monkeypatch):
@@ -167,12 +158,14 @@ def test_the_kernels_that_ran_are_named_with_the_hash_of_each_variant(monkeypatc
 
     monkeypatch.setattr(sys.modules["triton"], "JITFunction", Function)
     monkeypatch.setattr(forward, "norm_forward_kernel", Function())
-    assert code()["kernels"] == {"norm_forward_kernel": sorted({ptx_hash(PTX), ptx_hash(PTX.replace("ret", "trap"))})}
+    assert code()["kernels"] == {
+        "norm_forward_kernel": sorted({sources.ptx_hash(PTX), sources.ptx_hash(PTX.replace("ret", "trap"))})
+    }
 
 
 def test_what_was_compiled_otherwise_is_named_of_the_kernels_that_two_records_share():
     one, other = ({"code": {"kernels": {name: ["1"], "both": ["1"], "of each": [name]}}} for name in "ab")
-    assert other_kernels(one, other) == ["of each"] and other_kernels(one, {}) == []
+    assert sources.other_kernels(one, other) == ["of each"] and sources.other_kernels(one, {}) == []
 
 
 def compiled(ptx):

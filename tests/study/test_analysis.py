@@ -9,7 +9,7 @@ import pytest
 
 from measure.statistics import Interval, paired_ratio
 from measure.tables import interval_text
-from study import report
+from study import report, tracking
 from study.analysis import analyse, with_cost
 from study.arms import AGAIN_SEEDS, FRESH_SEEDS, Arm, Study
 from study.config import Config
@@ -201,7 +201,6 @@ def test_a_step_takes_longer_only_beyond_a_a_and_equal_time_is_that_of_runs_with
 def test_a_report_is_json_and_its_pictures_have_each_difference_and_what_failed(tmp_path, monkeypatch):
     runs, rates = searched()
     made, study = report_of([*runs, run("b", SEARCH, 3e-2, 1, None), run("b", FRESH, 3e-3, 1009, None)], rates, seeds=[1])
-    assert math.isinf(made.arms[0].sample.cost) is False
     found, drawn = Found(1.0, runs), {}
     monkeypatch.setattr("measure.plots.save_figure", lambda figure, path: drawn.update({path.stem: figure.axes[0]}))
     report.write(made, study, found, {"gpu": None, "versions": {}, "git": None}, tmp_path)
@@ -211,8 +210,19 @@ def test_a_report_is_json_and_its_pictures_have_each_difference_and_what_failed(
     assert drawn["differences"].get_yticklabels()[0].get_text() == "b, 1 of 6 failed"
     assert [text.get_text() for text in drawn["differences"].texts] == [interval_text(loss)]
     assert loss.median in [line.get_xdata()[0] for line in drawn["differences"].lines if line.get_marker() == "o"]
-    assert list(drawn) == ["differences", "rates"]
     assert "fails in 1 of 6 runs at 0.003, in 0 of 1 at 0.001" in (tmp_path / "report.md").read_text().replace("\n", " ")
+
+
+def test_in_wandb_a_study_is_a_run_for_each_arm_rate_and_seed_and_a_summary(tmp_path):
+    runs = of_arms(a=CLOSE, b=CLOSE)
+    made, study = report_of(runs)
+    (tmp_path / "rates.png").touch()
+    *logged, summary = tracking.runs_of(study, made, Found(1.0, runs), tmp_path)
+    for one, result in zip(logged, runs, strict=True):
+        assert [one.config[key] for key in ("arm", "stage", "rate", "seed")] == list(vars(result).values())[:4]
+        assert one.config["optim"]["lr"] == result.rate and one.summary["val/last"] == result.last
+        assert [[step, values["val/loss"]] for step, values in one.lines] == result.evaluated
+    assert [line[0] for line in summary.tables["arms"][1]] == ["a", "b"] and summary.pictures == [tmp_path / "rates.png"]
 
 
 def test_spikes_are_counted_once():

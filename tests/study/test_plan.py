@@ -12,9 +12,9 @@ from study.runs import CONTROL, FRESH, RACE, SEARCH, TIME, Found, Result
 GIVEN = [3e-4, 1e-3, 3e-3, 1e-2, 3e-2]
 
 
-def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", fails=lambda rate, seed: False, **keys):
+def drawn(rates, seeds, best=2.5e-3, arms="ab", fails=lambda rate, seed: False, **keys):
     """A study of these arms after its plan; the loss of a run depends on its rate alone."""
-    study, found = Study([Arm(name, Config()) for name in arms], rates, seeds, {}), found or Found()
+    study, found = Study([Arm(name, Config()) for name in arms], rates, seeds, {}), Found()
     for arm in study.arms:
         arm.cfg.train.steps = 1000
     for name, value in keys.items():
@@ -28,7 +28,7 @@ def drawn(rates, seeds, best=2.5e-3, found=None, arms="ab", fails=lambda rate, s
                 over = "step 500: loss not finite" if fails(rate, seed) else ""
                 run = Result(arm.name, stage, rate, seed, steps, [[0, 4.0], [until or steps, loss]], over)
                 if not any((one.arm, one.stage, one.rate, one.seed) == (arm.name, stage, rate, seed) for one in found.results):
-                    found.add(run.__dict__)
+                    found.add(vars(run))
 
     make_all(study, found, train)
     return study, found, train
@@ -81,24 +81,10 @@ def test_every_stage_has_its_runs_and_seeds_that_chose_the_rate_are_not_fresh():
         assert 3e-4 not in found.rates(name) and {run.rate for run in fresh} == {found.best_rate(name)}
         assert [run.seed for run in fresh] == [FRESH_SEEDS + i for i in range(4)]
     assert [run.seed for run in found.of("a", CONTROL)] == [AGAIN_SEEDS + i for i in range(4)] and not found.of("b", CONTROL)
-
-
-def test_one_rate_is_no_choice_and_without_a_race_all_rates_run_to_the_end():
     _, found, _ = drawn([1e-3], [1, 2, 3])
-    assert [len(found.of("a", stage)) for stage in (RACE, SEARCH, FRESH, CONTROL)] == [0, 0, 3, 3]
+    assert [len(found.of("a", stage)) for stage in (RACE, SEARCH, FRESH, CONTROL)] == [0, 0, 3, 3], "one rate is no choice"
     _, found, _ = drawn(GIVEN, [1], race_steps=0)
-    assert set(GIVEN) < set(found.rates("a")) and not found.of("a", RACE)
-
-
-def test_a_study_grows_by_seeds_rates_and_arms():
-    _, found, _ = drawn(GIVEN, [1])
-    before = list(found.results)
-    drawn([1e-4, *GIVEN], [1, 2], found=found, arms="abc")
-    assert found.results[: len(before)] == before and found.of("c", FRESH)
-    assert {run.seed for run in found.of("a", RACE, rate=1e-4)} == {1, 2} and {run.seed for run in found.of("a", SEARCH)} == {
-        1,
-        2,
-    }
+    assert set(GIVEN) < set(found.rates("a")) and not found.of("a", RACE), "all rates run to the end"
 
 
 def test_a_slower_arm_is_trained_again_with_the_steps_that_it_has_time_for_on_the_seeds_that_are_compared():

@@ -10,17 +10,12 @@ from pathlib import Path
 
 import torch
 
-import configs
-import train
-from configs import Config
 from configs.machine import Machine
 from tests.forks import processes
-from tests.runs import no_space, read_json
+from tests.runs import no_space, read_json, train_here
 from training import checkpoint, distributed
 from training.evaluation import Evaluation
 from training.inputs import Inputs
-from training.run import open_run
-from training.start import find_start
 from training.step import TrainingStep
 
 
@@ -45,14 +40,6 @@ def on_ranks(ranks: int, act: Callable[..., dict], files: Path, *arguments: obje
         process.start()
     _join(started, files)
     return [read_json(_of(files, rank, "json")) for rank in range(ranks)]
-
-
-def go_on_together(cfg: Config, folder: Path, on: Machine, world: distributed.World) -> None:
-    """A run in `folder`, or the rest of it, as train.py's job does it; without its picture."""
-    origin = world.on_first(lambda: find_start(cfg, folder, [], chosen=True))
-    with open_run(origin, torch.device("cpu"), world=world) as run:
-        run.draw = lambda: None  # type: ignore[method-assign]
-        train.train(cfg, run, on, world)
 
 
 def _join(started: list, files: Path) -> None:
@@ -87,7 +74,7 @@ def _train(world: distributed.World, on: Machine, overrides: list[str], folder: 
     told: dict = {"steps": 0, "seeds": [], "rows": [], "reduced": 0, "looked": 0, "ended": None}
     _watch(world, told, acts)
     try:
-        go_on_together(configs.load(overrides, on=on), folder, on, world)
+        train_here(overrides, folder, on=on, world=world)
     except SystemExit as end:
         told["ended"] = end.code
     except Exception as error:

@@ -147,8 +147,7 @@ def test_a_sweeper_gets_the_last_validation_loss_and_a_job_that_raises_ends_no_o
     assert re.search(r"Error executing job with overrides: \[.*'seed=1'", capfd.readouterr().err)
 
 
-@pytest.mark.parametrize("size", ["null", "1"])
-def test_a_failed_job_ends_no_later_batch_and_the_exit_code_is_that_of_the_first_that_failed(tiny, tmp_path, monkeypatch, size):
+def test_a_failed_job_ends_no_later_batch_and_the_exit_code_is_that_of_the_first_that_failed(tiny, tmp_path, monkeypatch):
     tried, errors = [], {1: NonFiniteError("loss is NaN", 1), 2: configs.ConfigError("no"), 3: configs.ConfigError("no")}
 
     def fail(cfg, run, *_):
@@ -157,7 +156,7 @@ def test_a_failed_job_ends_no_later_batch_and_the_exit_code_is_that_of_the_first
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "train", fail)
-    assert train.main([*tiny, "-m", "seed=1,2,3", f"hydra.sweeper.max_batch_size={size}"]) == 1
+    assert train.main([*tiny, "-m", "seed=1,2,3", "hydra.sweeper.max_batch_size=1"]) == 1
     assert tried == ["0_seed-1", "1_seed-2", "2_seed-3"]
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import configs
 from configs.machine import Machine
 from model import GPT
-from tests.ranks import go_on_together, on_ranks, train_together
+from tests.ranks import on_ranks, train_together
 from tests.runs import ROOT, assert_same_run, corpus, curves, newest, read_json, train_here
 from training import distributed, sharding, storage
 
@@ -85,7 +84,7 @@ def _train_all(world: distributed.World, on: Machine, at: Path, jobs: dict[str, 
     held = {}
     for name, overrides in jobs.items():
         sharding.GROUP_BYTES = TWO_BLOCKS if name.startswith("dropped") else usual
-        go_on_together(configs.load(overrides, on=on), at / name, on, world)
+        train_here(overrides, at / name, on=on, world=world)
         held[name] = sum(getattr(p, "_local_tensor", p).numel() for p in models[-1].parameters())
     return held
 

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -114,13 +113,6 @@ def assert_same_run(found: Path, whole: Path) -> None:
             # a second moment is smaller than any tolerance that is not its own
             atol = 1e-4 * tensor.abs().max().item() if file.startswith("training") else 1e-5
             torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=atol, msg=lambda why, name=name: f"{name}: {why}")
-
-
-def wait_until(process, met: Callable[[], bool]) -> None:
-    """Returns when `met()` is true, or the process has ended, or two minutes have passed."""
-    deadline = time.monotonic() + 120
-    while process.poll() is None and not met() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def logged(folder: Path) -> int:

@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.forks import torchrun
 from tests.ranks import train_together
-from tests.runs import ROOT, bits, environment, logged, newest, wait_until
+from tests.runs import ROOT, bits, environment, logged, newest
 from training.storage import MARK, METRICS, TRAIN
 
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
@@ -54,7 +55,9 @@ def test_slurms_usr1_stops_all_ranks_after_a_checkpoint_though_it_ends_torchrun_
     command += ["train.steps=100000", "eval.every=0", "checkpoint.every=0"]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), **pipes, text=True)
-    wait_until(process, lambda: logged(tmp_path / "mine") > 0)
+    while not logged(tmp_path / "mine"):
+        assert process.poll() is None
+        time.sleep(0.05)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train"], capture_output=True, text=True, check=True).stdout
     for pid in (process.pid, *map(int, ranks.split())):
         os.kill(pid, signal.SIGUSR1)

@@ -19,13 +19,6 @@ from tests.runs import ROOT, environment, logged, newest, read_json, run_folders
 from training import checkpoint
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """An empty folder, in which the program runs."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def trained(tiny, tmp_path_factory):
     """The folder of a run of 8 steps."""

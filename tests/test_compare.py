@@ -14,7 +14,7 @@ from study.runs import CONTROL, FRESH, RACE, SEARCH, Runs
 from study.timing import OWN_AGAIN
 from tests.runs import precision, read_json
 
-KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=12", "eval.every=4"]
+KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=8", "eval.every=4"]
 SWEEP = [*KEYS, "compare.fresh=2", "compare.race_steps=4", "compare.diverged=9", "compare.timing_cycles=6"]
 
 
@@ -44,7 +44,7 @@ def test_it_leaves_a_report_and_pictures(studied):
     assert found["results"] == runs
     assert {"ops/norm.py", "study/engine.py", "training/step.py"} <= found["code"]["modules"].keys()
     ended = [run for run in runs if run["stage"] != RACE]
-    assert all([seen["step"] for seen in run["probes"]] == [3, 6, 9, 12] for run in ended)
+    assert all([seen["step"] for seen in run["probes"]] == [2, 4, 6, 8] for run in ended)
     assert [list(of) for of in found["times"].values()] == [
         ["fused", OWN_AGAIN, "torch"],
         ["fused", OWN_AGAIN, "torch", "baseline norm.kind=layernorm"],

@@ -74,13 +74,17 @@ def test_the_keys_of_an_arm_may_change_until_it_has_a_run(tiny, tmp_path):
 def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied, tiny, tmp_path, capsys, no_pictures):
     folder, lines, before = tmp_path / "study", (studied / "runs.jsonl").read_bytes(), results(studied)
     shutil.copytree(studied, folder)
-    (folder / "runs.jsonl").write_bytes(kept := lines[: len(lines) // 2])
-    assert b"evaluated" in kept and not kept.endswith(b"\n"), "in the middle of a line"
+    (folder / "runs.jsonl").write_bytes(lines[: lines.rindex(b"\n", 0, len(lines) // 2) + 20])  # of a line its beginning
     command = [*tiny, *SWEEP, f"folder={folder}", "resume=auto"]
     assert compare.main(command) == 0
     assert results(folder) == before
-    assert compare.main([*command, "norm.kind=layernorm,rmsnorm,dyt", "compare.fresh=3"]) == 0
-    grown = results(folder)
+    times = read_json(folder / "report.json")["times"]
+    grows = ["norm.kind=layernorm,rmsnorm,dyt", "compare.fresh=3", "compare.baseline='norm.kind=rmsnorm'"]
+    assert compare.main([*command, *grows]) == 0
+    grown, found = results(folder), read_json(folder / "report.json")["times"]
+    assert found["norm.kind=rmsnorm"] == times["norm.kind=rmsnorm"], "which is not timed beside itself"
+    for arm in ("layernorm", "dyt"):
+        assert list(found[f"norm.kind={arm}"]) == ["fused", OWN_AGAIN, "torch", "baseline norm.kind=rmsnorm"]
     assert grown[: len(before)] == before
     more = [(run["arm"], run["stage"]) for run in grown[len(before) :]]
     assert more.count(("norm.kind=layernorm", FRESH)) == 1 and more.count(("norm.kind=dyt", FRESH)) == 3
@@ -95,16 +99,3 @@ def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_p
     monkeypatch.setattr("measure.store.modules_hash", lambda *_: "other")
     assert compare.main([*tiny, *SWEEP, f"folder={studied}", "resume=auto"]) == 2
     assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err
-
-
-def test_times_beside_another_baseline_are_measured_anew(studied, tiny, tmp_path, no_pictures):
-    folder = tmp_path / "study"
-    shutil.copytree(studied, folder)
-    other = ["compare.baseline='norm.kind=rmsnorm'", f"folder={folder}", "resume=auto"]
-    assert compare.main([*tiny, *SWEEP, *other]) == 0
-    before, after = (read_json(of / "report.json")["times"] for of in (studied, folder))
-    assert [list(of) for of in after.values()] == [
-        ["fused", OWN_AGAIN, "torch", "baseline norm.kind=rmsnorm"],
-        list(before["norm.kind=rmsnorm"]),
-    ]
-    assert after["norm.kind=rmsnorm"] == before["norm.kind=rmsnorm"]

@@ -71,6 +71,13 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder, in which programs run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def own_wandb(tmp_path, monkeypatch):
     """W&B without variables or a key, and with a record of the environment that is of this test."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:

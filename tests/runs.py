@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from configs.keys import GROUPS
 from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
 from training import checkpoint
+from training.distributed import ALONE, World
 from training.precision import MixedPrecision
 from training.run import open_run
 from training.start import find_start
@@ -54,28 +54,37 @@ def precision(dtype: torch.dtype = torch.bfloat16) -> MixedPrecision:
 
 
 @cache
-def _composed(overrides: tuple[str, ...], of: type[Config]) -> Config:
-    return configs.load(overrides, CPU, of)
+def _composed(overrides: tuple[str, ...], on: Machine, of: type[Config]) -> Config:
+    return configs.load(overrides, on, of)
 
 
-def composed(overrides: list[str], of: type[Config] = Config) -> Config:
-    """`configs.load` for a CPU; composing takes longer than some runs here, so each is composed once."""
-    return copy.deepcopy(_composed(tuple(overrides), of))
+def composed(overrides: list[str], of: type[Config] = Config, on: Machine = CPU) -> Config:
+    """`configs.load`; composing takes longer than some runs here, so each is composed once."""
+    return copy.deepcopy(_composed(tuple(overrides), on, of))
 
 
-def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU, cfg: Config | None = None):
-    """(summary, metrics) of a run in this process; without its picture, which would take longer than the training.
+def train_here(
+    overrides: list[str],
+    folder: Path,
+    plot: bool = False,
+    on: Machine = CPU,
+    world: World = ALONE,
+    cfg: Config | None = None,
+):
+    """(summary, metrics) of a run in this process, or on this rank of it; without its picture, which would take longer than the
+    training.
 
     `cfg` is what `overrides` give, if it is composed already.
     """
     import train
 
     keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in GROUPS]
-    origin = find_start(cfg or composed(overrides), folder, keys, chosen=True)
-    with open_run(origin, torch.device("cpu")) as run:
+    cfg = cfg or composed(overrides, on=on)
+    origin = world.on_first(lambda: find_start(cfg, folder, keys, chosen=True))
+    with open_run(origin, torch.device("cpu"), world=world) as run:
         if not plot:
             run.draw = lambda: None  # type: ignore[method-assign]
-        summary = train.train(origin.cfg, run, on)
+        summary = train.train(origin.cfg, run, on, world)
     return summary, read_metrics(run.folder)
 
 
@@ -104,13 +113,6 @@ def assert_same_run(found: Path, whole: Path) -> None:
             # a second moment is smaller than any tolerance that is not its own
             atol = 1e-4 * tensor.abs().max().item() if file.startswith("training") else 1e-5
             torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=atol, msg=lambda why, name=name: f"{name}: {why}")
-
-
-def wait_until(process, met: Callable[[], bool]) -> None:
-    """Returns when `met()` is true, or the process has ended, or two minutes have passed."""
-    deadline = time.monotonic() + 120
-    while process.poll() is None and not met() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def logged(folder: Path) -> int:

@@ -6,51 +6,41 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
+from io import BytesIO, TextIOWrapper
 
 import pytest
-from filelock import FileLock
+import wandb
 
 import sample
-from tests.forks import Command
-from tests.runs import ROOT, environment, logged, newest, read_json, run_folders, train_here, wait_until
+import train
+from tests.resume.stops import in_step
+from tests.runs import ROOT, environment, logged, newest, read_json, run_folders, train_here
 from training import checkpoint
 
 
-def train(arguments, cwd, code=0, **more):
-    """What a command that ends with this code, and no traceback, has printed."""
-    done = Command(arguments, cwd, **more).finish()
-    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-    return done
-
-
 @pytest.fixture(scope="module")
-def sweep(tiny, tmp_path_factory):
-    """Where a sweep of four jobs ran, of which the first two were refused, and what it printed."""
-    cwd = tmp_path_factory.mktemp("sweep")
-    overrides = [*tiny, "logging.wandb=offline", "train.steps=8"]
+def trained(tiny, tmp_path_factory):
+    """The folder of a run of 8 steps."""
+    return train_here([*tiny, "train.steps=8"], tmp_path_factory.mktemp("trained") / "run")[0].folder
+
+
+def test_a_sweep_is_a_run_for_each_combination_in_its_folder_and_in_one_wandb_group_but_for_jobs_that_are_refused(
+    tiny, here, own_wandb, monkeypatch, capfd
+):
+    monkeypatch.setenv("WANDB_RUN_ID", "shared")
     swept = ["sample.prompt=ROMEO,the", "-m", "norm.impl=fused,torch"]  # options may stand between overrides
-    return cwd, train([*overrides, *swept], cwd, code=2, WANDB_RUN_ID="shared")
-
-
-@pytest.fixture
-def trained(sweep):
-    """A run of 8 steps."""
-    return run_folders(sweep[0])[0]
-
-
-def test_a_sweep_is_a_run_for_each_combination_in_its_folder_and_in_one_wandb_group_but_for_jobs_that_are_refused(sweep):
-    cwd, done = sweep
-    assert "sample.prompt: tokenizer.kind=char has no token for 'E' (U+0045)" in done.stderr
-    assert "Error executing job with overrides: ['data=text'" in done.stderr and "[sweep] 1: data=text" in done.stdout
-    folders = run_folders(cwd)
+    assert train.main([*tiny, "logging.wandb=offline", "train.steps=8", *swept]) == 2
+    wandb.teardown()  # writes its logs
+    said = capfd.readouterr()
+    assert "sample.prompt: tokenizer.kind=char has no token for 'E' (U+0045)" in said.err and "Traceback" not in said.err
+    assert "Error executing job with overrides: ['data=text'" in said.err and "[sweep] 1: data=text" in said.out
+    folders = run_folders(here)
     assert [folder.name for folder in folders] == [
         f"{i}_norm.impl-{of}_sample.prompt-the" for i, of in ((2, "fused"), (3, "torch"))
     ]
     [parent] = {folder.parent for folder in folders}
-    assert parent.parent == cwd / "runs" and re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_sweep", parent.name)
-    assert [path.name for path in cwd.iterdir()] == ["runs"]
+    assert parent.parent == here / "runs" and re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_sweep", parent.name)
     kept = ("metrics.jsonl", "checkpoints/step_00000008/state.json", "loss.png")
     assert all((folder / name).is_file() for folder in folders for name in kept)
     lines = zip(*[(folder / "config.yaml").read_text().splitlines() for folder in folders], strict=True)
@@ -61,48 +51,39 @@ def test_a_sweep_is_a_run_for_each_combination_in_its_folder_and_in_one_wandb_gr
     assert "-m" in shlex.split(read_json(folders[0] / "environment.json")["command"])
 
 
-def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, tmp_path):
-    cache, command = tmp_path / "cache", [*tiny, "train.steps=3", f"data.cache_dir={tmp_path / 'cache'}"]
-    train_here(command, tmp_path / "first")
-    [built] = cache.glob("text-*")
-    shutil.rmtree(built)
-    with FileLock(next(cache.glob(".*.lock"))):  # as if another process built it: the run waits
-        process = Command(command, tmp_path)
-        wait_until(process, lambda: any(tmp_path.glob("runs/*/environment.json")))
-        time.sleep(0.5)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        done = process.finish()
-    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
-    assert list((tmp_path / "runs").iterdir()) == []
+def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, here, monkeypatch):
+    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    assert train.main(tiny) == 130
+    assert list((here / "runs").iterdir()) == []
 
 
-def test_ctrl_c_ends_with_130_a_checkpoint_and_the_command_to_go_on_and_a_changed_run_has_a_new_folder(tiny, tmp_path):
+def test_ctrl_c_ends_with_130_a_checkpoint_and_the_command_to_go_on_and_a_changed_run_has_a_new_folder(tiny, here, capsys):
     """In a folder whose name needs quotes."""
-    folder, keys = tmp_path / "runs" / "a b (1)", ["train.steps=100000", "logging.every=1", "eval.every=0"]
-    process = Command([*tiny, *keys, 'folder="runs/a b (1)"'], tmp_path)
-    wait_until(process, lambda: logged(folder) > 3)
-    process.send_signal(signal.SIGINT)
-    done = process.finish()
-    step = logged(folder)
-    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
-    assert "Ctrl-C again quits at once" in done.stderr and checkpoint.read(folder).step == step
-    _, name, resume = shlex.split(done.stdout[done.stdout.index("python train.py ") :].splitlines()[0])
-    changed = [resume, f"train.steps={step + 4}"]
-    assert name == "train.py" and "made with train.steps=100000" in train(changed, tmp_path, code=2).stderr
-    done = train([*changed, "resume_with_changes=true"], tmp_path)
-    [resumed] = tmp_path.glob("runs/*_resumed_*")
-    assert logged(resumed) == step + 4 and "goes on from runs/a b (1)/checkpoints/step_" in done.stdout
-    said = next(line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if "more text" in line)
-    assert shlex.split(said) == ["python", "sample.py", str(resumed.relative_to(tmp_path))]
+    with in_step(4, lambda _: signal.raise_signal(signal.SIGINT)):
+        assert train.main([*tiny, "logging.every=1", "eval.every=0", 'folder="runs/a b (1)"']) == 130
+    assert checkpoint.read(here / "runs/a b (1)").step == logged(here / "runs/a b (1)") == 4
+    said = capsys.readouterr().out
+    _, name, resume = shlex.split(said[said.index("python train.py ") :].splitlines()[0])
+    changed = [resume, "train.steps=8"]
+    assert name == "train.py" and train.main(changed) == 2
+    assert "made with train.steps=30" in capsys.readouterr().err
+    assert train.main([*changed, "resume_with_changes=true"]) == 0
+    said = capsys.readouterr().out
+    [resumed] = here.glob("runs/*_resumed_*")
+    assert logged(resumed) == 8 and "goes on from runs/a b (1)/checkpoints/step_" in said
+    said = next(line.split(maxsplit=2)[2] for line in said.splitlines() if "more text" in line)
+    assert shlex.split(said) == ["python", "sample.py", str(resumed.relative_to(here))]
 
 
-def test_help_is_printed_without_running_anything_in_any_encoding(tmp_path):
-    printed = train(["--help"], tmp_path, PYTHONIOENCODING="ascii").stdout
+def test_help_is_printed_without_running_anything_in_any_encoding(here, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(BytesIO(), "ascii"))
+    assert train.main(["--help"]) == 0
+    sys.stdout.seek(0)
+    printed = sys.stdout.read()
     for part in ("python train.py norm.impl=torch", "experiment: gpt2_124m, shakespeare,", "norm.impl=fused", "optim.lr=0.004"):
         assert part in printed
     assert r"4 \xd7 width" in printed  # ASCII has no ×
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 PLUGIN = """

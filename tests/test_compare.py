@@ -1,10 +1,7 @@
 """python compare.py: it leaves a report, goes on after a kill, and refuses the folder of another study."""
 
 import json
-import random
 import shutil
-from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +10,11 @@ import compare
 from data import load_corpus
 from measure.store import Store
 from study.arms import study_of
-from study.plan import make_all
 from study.runs import CONTROL, FRESH, RACE, SEARCH, Runs
 from study.timing import OWN_AGAIN
-from tests.forks import processes
-from tests.runs import precision, read_json, wait_until
+from tests.runs import precision, read_json
 
-KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=12", "eval.every=4"]
+KEYS = ["norm.kind=layernorm,rmsnorm", "optim.lr=1e-3,3e-3,1e-2", "seed=1", "train.steps=8", "eval.every=4"]
 SWEEP = [*KEYS, "compare.fresh=2", "compare.race_steps=4", "compare.diverged=9", "compare.timing_cycles=6"]
 
 
@@ -49,7 +44,7 @@ def test_it_leaves_a_report_and_pictures(studied):
     assert found["results"] == runs
     assert {"ops/norm.py", "study/engine.py", "training/step.py"} <= found["code"]["modules"].keys()
     ended = [run for run in runs if run["stage"] != RACE]
-    assert all([seen["step"] for seen in run["probes"]] == [3, 6, 9, 12] for run in ended)
+    assert all([seen["step"] for seen in run["probes"]] == [2, 4, 6, 8] for run in ended)
     assert [list(of) for of in found["times"].values()] == [
         ["fused", OWN_AGAIN, "torch"],
         ["fused", OWN_AGAIN, "torch", "baseline norm.kind=layernorm"],
@@ -59,21 +54,8 @@ def test_it_leaves_a_report_and_pictures(studied):
 
 def results(folder):
     """The runs that a folder keeps."""
-    path = folder / "runs.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    lines = map(json.loads, (folder / "runs.jsonl").read_text().splitlines())
     return [{name: of for name, of in line.items() if name != "sum"} for line in lines if "evaluated" in line]
-
-
-def test_cut_at_random_places_it_ends_with_the_same_runs(studied, tiny, tmp_path):
-    study, path = study_of([*tiny, *SWEEP]), tmp_path / "runs.jsonl"
-    corpus = load_corpus(study.cfg.data, study.cfg.tokenizer, context=study.cfg.model.context)
-    lines, draw = (studied / "runs.jsonl").read_bytes(), random.Random(0)
-    facts = json.loads(lines.splitlines()[0])["facts"]
-    for _ in range(2):
-        path.write_bytes(lines[: draw.randrange(len(lines))])
-        runs = Runs(study, precision(torch.float32), corpus, Store(path, facts))
-        make_all(study, runs.found, runs.train)
-        assert list(map(asdict, runs.found.results)) == results(studied) == results(tmp_path)
 
 
 def test_the_keys_of_an_arm_may_change_until_it_has_a_run(tiny, tmp_path):
@@ -90,19 +72,19 @@ def test_the_keys_of_an_arm_may_change_until_it_has_a_run(tiny, tmp_path):
 
 
 def test_killed_it_goes_on_with_the_same_command_and_grows_with_another(studied, tiny, tmp_path, capsys, no_pictures):
-    folder = tmp_path / "study"
+    folder, lines, before = tmp_path / "study", (studied / "runs.jsonl").read_bytes(), results(studied)
+    shutil.copytree(studied, folder)
+    (folder / "runs.jsonl").write_bytes(lines[: lines.rindex(b"\n", 0, len(lines) // 2) + 20])  # of a line its beginning
     command = [*tiny, *SWEEP, f"folder={folder}", "resume=auto"]
-    process = processes.Process(target=compare.main, args=(command,), daemon=True)
-    process.start()
-    wait_until(SimpleNamespace(poll=lambda: process.exitcode), lambda: results(folder))
-    process.kill()
-    process.join()
-    assert len(results(folder)) < len(results(studied))
     assert compare.main(command) == 0
-    before = results(studied)
     assert results(folder) == before
-    assert compare.main([*command, "norm.kind=layernorm,rmsnorm,dyt", "compare.fresh=3"]) == 0
-    grown = results(folder)
+    times = read_json(folder / "report.json")["times"]
+    grows = ["norm.kind=layernorm,rmsnorm,dyt", "compare.fresh=3", "compare.baseline='norm.kind=rmsnorm'"]
+    assert compare.main([*command, *grows]) == 0
+    grown, found = results(folder), read_json(folder / "report.json")["times"]
+    assert found["norm.kind=rmsnorm"] == times["norm.kind=rmsnorm"], "which is not timed beside itself"
+    for arm in ("layernorm", "dyt"):
+        assert list(found[f"norm.kind={arm}"]) == ["fused", OWN_AGAIN, "torch", "baseline norm.kind=rmsnorm"]
     assert grown[: len(before)] == before
     more = [(run["arm"], run["stage"]) for run in grown[len(before) :]]
     assert more.count(("norm.kind=layernorm", FRESH)) == 1 and more.count(("norm.kind=dyt", FRESH)) == 3
@@ -117,16 +99,3 @@ def test_runs_of_other_code_versions_or_cards_are_not_mixed(studied, tiny, tmp_p
     monkeypatch.setattr("measure.store.modules_hash", lambda *_: "other")
     assert compare.main([*tiny, *SWEEP, f"folder={studied}", "resume=auto"]) == 2
     assert "runs.jsonl is of something else: code=other, there " in capsys.readouterr().err
-
-
-def test_times_beside_another_baseline_are_measured_anew(studied, tiny, tmp_path, no_pictures):
-    folder = tmp_path / "study"
-    shutil.copytree(studied, folder)
-    other = ["compare.baseline='norm.kind=rmsnorm'", f"folder={folder}", "resume=auto"]
-    assert compare.main([*tiny, *SWEEP, *other]) == 0
-    before, after = (read_json(of / "report.json")["times"] for of in (studied, folder))
-    assert [list(of) for of in after.values()] == [
-        ["fused", OWN_AGAIN, "torch", "baseline norm.kind=rmsnorm"],
-        list(before["norm.kind=rmsnorm"]),
-    ]
-    assert after["norm.kind=rmsnorm"] == before["norm.kind=rmsnorm"]

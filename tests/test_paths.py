@@ -35,20 +35,18 @@ def train_main(arguments):
         (compare.main, "folder=file/x", "folder=file/x: Not a directory"),
         (compare.main, "--config-dir . study=bad", "study/bad.yaml"),
         (train_main, "--config-dir nowhere", "nowhere' not found"),
-        (compare.main, "resume=auto", "resume=auto goes on in the folder that the command names"),
     ],
     ids=lambda of: of.replace(LONG, "LONG") if isinstance(of, str) else of.__module__,
 )
-def test_a_path_that_can_not_be_used_is_named_and_code_2(tiny, tmp_path, monkeypatch, capsys, program, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "file").touch()
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "bad.yaml").write_text("a: [")
-    before = sorted(tmp_path.rglob("*"))
+def test_a_path_that_can_not_be_used_is_named_and_code_2(tiny, here, capsys, program, arguments, message):
+    (here / "loop").symlink_to("loop")
+    (here / "file").touch()
+    (here / "study").mkdir()
+    (here / "study" / "bad.yaml").write_text("a: [")
+    before = sorted(here.rglob("*"))
     keys = tiny if program in (train_main, ablate.main, compare.main) else []
     two = ["norm.kind=layernorm,rmsnorm"] if program is compare.main else []
     assert program([*keys, *two, *arguments.split()]) == 2
     said = capsys.readouterr().err
     assert message in said and "Traceback" not in said and "standard output" not in said
-    assert [path for path in sorted(tmp_path.rglob("*")) if path != tmp_path / "runs"] == before
+    assert [path for path in sorted(here.rglob("*")) if path != here / "runs"] == before

@@ -8,7 +8,7 @@ from benchmarks import scaling
 from benchmarks.scaling import record_of
 from configs import ConfigError
 from tests.benchmarks.records import SMALL
-from tests.forks import Command
+from tests.forks import torchrun
 
 CPU = [*SMALL, "train.precision=fp32", "--device", "cpu", "--rounds", "1", "--steps", "3", "--warm-up", "1"]
 
@@ -16,7 +16,7 @@ CPU = [*SMALL, "train.precision=fp32", "--device", "cpu", "--rounds", "1", "--st
 def forked(words, cwd, env, check):
     """In place of subprocess.run: torchrun's ranks without the start of three interpreters."""
     assert words[1:3] == ["-m", "torch.distributed.run"] and check
-    done = Command(words[3:], cwd, torchrun=True, **env).finish()
+    done = torchrun(words[3:], cwd, **env)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,12 +16,10 @@ from tests.runs import CPU
 COMPOSED = r"""
 norm.imp=torch                  norm.imp: no such key. Did you mean norm.impl? Keys of norm: norm.impl, norm.kind,
 lr=1                            lr: no such key. Did you mean optim.lr?
-modl=gpt2                       modl: no such key. Did you mean model?
 model=gtp2                      llama nanogpt_char olmo qwen tiny Did you mean gpt2?
 optim={lrr: 1}                  optim.lrr: no such key. Did you mean optim.lr?
 data={name: 2024_01_05}         data.name: Value '20240105' of type 'int' is incompatible with type hint
 +norm.imp=torch                 norm.imp: no such key. Did you mean norm.impl?
-+lr=1                           lr: no such key. Did you mean optim.lr?
 nrom.impl=torch                 nrom: no such key. Did you mean norm?
 compare.fresh=2                 compare: compare.py has such keys, train.py has none. `python compare.py --help` lists them.
 folder=~/runs                   quotes for Hydra within quotes for the shell: 'folder="~/runs"'

@@ -42,7 +42,7 @@ def test_a_large_order_stays_as_it_is_and_needs_no_memory_and_an_older_one_is_so
     assert (Order(SORTED + 10, 5, 6, version=1)[np.arange(SORTED + 10)] == np.argsort(bits[1:], kind="stable")).all()
 
 
-@pytest.mark.parametrize("below", [257, 1000, 4096])
+@pytest.mark.parametrize("below", [257, 4096])
 def test_permutations_of_many_keys_are_as_random_ones(below):
     """Each statistic against its distribution among all permutations; the bounds are those of p = 1e-4."""
     found = np.stack([encipher(np.arange(below), below, keys(seed)) for seed in range(600)])

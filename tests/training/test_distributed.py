@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import configs
 from configs.machine import Machine
 from model import GPT
-from tests.ranks import go_on_together, on_ranks, train_together
+from tests.ranks import on_ranks, train_together
 from tests.runs import ROOT, assert_same_run, corpus, curves, newest, read_json, train_here
 from training import distributed, sharding, storage
 
@@ -72,20 +71,16 @@ def test_what_one_rank_can_not_go_on_with_stops_all_with_the_same_error(tiny, tm
     assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [6] * ("full" in act)
 
 
-def on_each(ranks: int, at: Path, jobs: dict[str, list[str]]) -> list[dict]:
-    """Runs one after the other on the same ranks, as starting ranks takes longer than the runs. Returns how many numbers of the
-    model each rank held, by the folder's name."""
-    return on_ranks(ranks, _train_all, at / f"results_of_{ranks}", at, jobs)
-
-
-def _train_all(world: distributed.World, on: Machine, at: Path, jobs: dict[str, list[str]]) -> dict:
+def _train_all(world: distributed.World, on: Machine, at: Path, jobs: dict[str, list[str]]) -> dict[str, int]:
+    """Runs one after the other, as starting ranks takes longer than they do. Returns how many numbers of the model this rank
+    held, by the folder's name."""
     models, build, usual = [], GPT.__init__, sharding.GROUP_BYTES
     GPT.__init__ = lambda model, *given: (models.append(model), build(model, *given))[1]  # type: ignore[method-assign]
     torch.compile = partial(torch.compile, backend="eager")  # as a C++ compiler takes minutes
     held = {}
     for name, overrides in jobs.items():
         sharding.GROUP_BYTES = TWO_BLOCKS if name.startswith("dropped") else usual
-        go_on_together(configs.load(overrides, on=on), at / name, on, world)
+        train_here(overrides, at / name, on=on, world=world)
         held[name] = sum(getattr(p, "_local_tensor", p).numel() for p in models[-1].parameters())
     return held
 
@@ -107,9 +102,9 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
         "dropped_fsdp": [*dropped, FSDP, "train.recompute=true", "train.compile=true"],
         "muon_fsdp": [*muon, FSDP],
     }
-    counted = on_each(2, at, jobs)
+    counted = on_ranks(2, _train_all, at, jobs)
     shutil.copytree(at / "half", at / "half_then_1")
-    on_each(4, at, {"half": [*base, FSDP, "resume=auto"]})
+    on_ranks(4, _train_all, at, {"half": [*base, FSDP, "resume=auto"]})
     train_here([*base, "resume=auto"], at / "half_then_1")
 
     for run in ("begun", "half", "half_then_1"):

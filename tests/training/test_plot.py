@@ -102,9 +102,8 @@ def test_runs_that_differ_in_seeds_are_one_line_with_a_band_and_lines_are_in_nat
         (["run", "--output", "run/config.yaml/x.png"], "config.yaml"),
     ],
 )
-def test_what_can_not_be_drawn_is_refused_by_name(tmp_path, monkeypatch, capsys, more, message):
-    monkeypatch.chdir(tmp_path)
-    run(tmp_path / "run")
+def test_what_can_not_be_drawn_is_refused_by_name(here, capsys, more, message):
+    run(here / "run")
     assert plot.main(more) == 2
     assert message in capsys.readouterr().err
 

@@ -41,6 +41,6 @@ def _check(world, on, folder, shared):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_folder_that_the_ranks_do_not_share_is_seen_at_the_start_by_all_of_them(tmp_path, shared):
-    told = on_ranks(2, _check, tmp_path / "x", tmp_path, shared)
+    told = on_ranks(2, _check, tmp_path, shared)
     assert all(("folder=run: rank 1 on " in rank["error"]) == (not shared) for rank in told), told
     assert not told[0]["left"]

@@ -10,6 +10,7 @@ from configs.schema import ModelConfig, NormKind
 from model import GPT
 from model.mlp import MLP, mlp_width
 from model.norm import NormSite
+from tests.ops.cases import covering
 
 
 def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
@@ -67,19 +68,18 @@ def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     return (x if placement == "post" else norm(x, "final_norm")) @ p["embedding.weight"].T
 
 
-@pytest.mark.parametrize("impl", ["fused", "torch"])
-@pytest.mark.parametrize("kind", NormKind)
-@pytest.mark.parametrize(
-    ("options", "weight"),
-    [
-        ({}, "ones"), ({"block": "parallel"}, "ones"), ({"norm_placement": "post"}, "ones"),
-        ({"norm_placement": "post", "residual_scale": "deepnorm"}, "zero_centered"), ({"norm_placement": "inside"}, "ones"),
-        ({"norm_placement": "inside"}, "none"), ({"norm_placement": "sandwich"}, "ones"),
-        ({"norm_placement": "sandwich", "embedding_scale": "sqrt_width"}, "zero_centered"),
-    ],
-)  # fmt: skip
-def test_logits_equal_the_textbook_order(build, batch, options, weight, kind, impl):
-    model = build(layers=3, norm_kind=kind, norm_impl=impl, norm_eps=0.1, norm_weight=weight, **options)
+FORMS = [
+    {}, {"block": "parallel"}, {"norm_placement": "post"},
+    {"norm_placement": "post", "residual_scale": "deepnorm", "norm_weight": "zero_centered"}, {"norm_placement": "inside"},
+    {"norm_placement": "inside", "norm_weight": "none"}, {"norm_placement": "sandwich"},
+    {"norm_placement": "sandwich", "embedding_scale": "sqrt_width", "norm_weight": "zero_centered"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", covering(form=FORMS, norm_kind=list(NormKind), norm_impl=["fused", "torch"]), ids=str)
+def test_logits_equal_the_textbook_order(build, batch, case):
+    form, norm = case["form"], {key: value for key, value in case.items() if key != "form"}
+    model = build(layers=3, norm_eps=0.1, **norm, **form)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)  # so that no bias is 0, and no weight 1

@@ -42,6 +42,14 @@ def use_tile(monkeypatch):
     return use
 
 
+@pytest.fixture
+def copies(monkeypatch):
+    """A list that grows with every tensor that is copied to become contiguous."""
+    found, own = [], torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: own(t) if t.is_contiguous() else found.append(t) or own(t))
+    return found
+
+
 @pytest.fixture(autouse=kernels.INTERPRET)
 def interpreter_rounds_like_a_gpu(monkeypatch):
     """The interpreter of Triton 3.6 and 3.7 cuts fp32 off at bf16 where every GPU rounds to nearest even; that would double

@@ -104,9 +104,6 @@ class OfflineLauncher(kit.Launcher):
         )
 
 
-_LETTERS = {"LDG": "L", "SHFL": "S", "BAR": "B", "STG": "W"}  # of what is loaded, exchanged, waited for and stored
-
-
 @cache
 def disassembled(cubin: bytes) -> dict:
     """Registers of a thread, the bytes of its stack, which is what it spills, instructions, and what touches memory before the
@@ -127,7 +124,6 @@ def disassembled(cubin: bytes) -> dict:
         "instructions": len(operations),
         "before_waiting": touched,
         "stores": sorted({operation for operation in operations if operation.startswith("STG")}),
-        "order": "".join(_LETTERS.get(operation.split(".")[0], ".") for operation in operations),
     }
 
 

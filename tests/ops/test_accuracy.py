@@ -74,7 +74,7 @@ def test_the_rules_own_tiles_are_as_accurate_as_pytorch(case, device):
     assert_as_accurate_as_pytorch(case, device)
 
 
-@pytest.mark.parametrize("norm", Norm)
+@pytest.mark.parametrize("norm", [Norm.layernorm, Norm.rmsnorm])  # which have statistics
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_far_from_zero_are_as_accurate_as_pytorch(shape, norm, device, use_tile):
     """Σ r² − N · mean² would cancel, and dy has a part along x, which the mean could spoil."""

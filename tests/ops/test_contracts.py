@@ -258,32 +258,3 @@ def test_what_is_remembered_of_a_call_holds_no_tensor(name, device):
     del tensors, y, gradients
     gc.collect()
     assert not any(t() is not None for t in alive)
-
-
-X, LEAF, TARGETS = torch.zeros(4, 6, 8), torch.zeros(4, 6, 8, requires_grad=True), torch.zeros(4, 6, dtype=torch.int64)
-TABLE, W = torch.zeros(6, 1), torch.zeros(2)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: softmax_fn(X[..., :0]), "softmax_fn: x has shape (4, 6, 0), expected (..., N) with N ≥ 1"),
-        (lambda: log_softmax_fn(X, 1.0, torch.ones(3)), "log_softmax_fn: mask has shape (3,), expected one that broadcasts"),
-        (lambda: cross_entropy_fn(X, TARGETS[0]), "targets has shape (6,), expected (4, 6), a row of logits for each"),
-        (lambda: cross_entropy_fn(X, TARGETS, reduction="avg"), "reduction is 'avg', accepted: none, mean, sum"),
-        (lambda: cross_entropy_fn(LEAF, TARGETS, in_place=True), "would overwrite logits, a leaf"),
-        (lambda: linear_cross_entropy_fn(X, torch.ones(5, 9), TARGETS), "hidden has shape (4, 6, 8), weight (5, 9), expected"),
-        (lambda: rotary_qkv_fn(X, TABLE, TABLE, 4, 1), "qkv has shape (4, 6, 8), expected (..., T, (4 + 2·1)·D)"),
-        (lambda: rotary_qkv_fn(X, TABLE, TABLE[1:], 2, 1), "sin (5, 1), expected (6 or more, R/2) for both"),
-        (lambda: rotary_qkv_fn(X, TABLE, TABLE, 2, 1, positions=TARGETS[:, :3]), "positions has shape (4, 3), expected (4, 6)"),
-        (
-            lambda: rotary_qkv_fn(X, TABLE, TABLE, 2, 1, norm="rmsnorm", q_weight=W, k_weight=W[None]),
-            "q_weight has shape (2,), expected (2,), or (2, 2) where all weights and biases are by head",
-        ),
-        (lambda: rotary_qk_fn(X[None], X[None, :2], None, None), "rotary_qk_fn: k has shape"),
-    ],
-)  # fmt: skip
-def test_a_mistake_names_the_argument_what_was_given_and_what_is_accepted(call, message):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert message in str(error.value)

@@ -222,12 +222,13 @@ def test_the_product_computes_only_gradients_that_are_asked_for(device):
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("divided", [1, 0])  # 0: by the items in the batch
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("rows", [0, 3])
-def test_where_no_target_counts_every_loss_and_gradient_is_pytorchs(device, rows, reduction, divided, kernels, monkeypatch):
-    monkeypatch.setattr(checks, "runs_kernels", lambda device: kernels)
+# Divided by 0: by the items in the batch.
+@pytest.mark.parametrize(
+    "case", covering(rows=[0, 3], reduction=["mean", "sum"], divided=[1, 0], kernels=[True, False]), ids=str
+)
+def test_where_no_target_counts_every_loss_and_gradient_is_pytorchs(device, case, monkeypatch):
+    rows, reduction, divided = case["rows"], case["reduction"], case["divided"]
+    monkeypatch.setattr(checks, "runs_kernels", lambda device: case["kernels"])
     targets = torch.full((rows,), -100, device=device)
     for how in ({}, {"label_smoothing": 0.1}):
         found = {}

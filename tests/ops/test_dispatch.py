@@ -11,8 +11,6 @@ from ops import (
     RMSNorm,
     dropout_mask,
     kit,
-    layer_norm_fn,
-    layer_norm_linear_fn,
     norm_fn,
     rms_norm_fn,
     seeded_dropout,
@@ -23,7 +21,7 @@ from ops.norm import NORM
 from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outputs_and_gradients
 
 CASES = [
-    *[Case(norm=norm, residual=None, bias=False, prenorm=False) for norm in Norm],
+    *[Case(norm=norm, residual=None, bias=False, prenorm=False) for norm in (Norm.rmsnorm, Norm.derf)],
     Case(),
     Case(residual=None, residual_in_fp32=True, weight=BF16, dropout_p=0.2),
     Case(x=FP16, residual=BF16, x1=BF16, second=True, rowscale="learned", dropout_p=0.2, zero_centered=True, out=FP32),
@@ -121,15 +119,10 @@ def test_numbers_may_be_symbols_of_a_graph(device):
         torch.testing.assert_close(scaled(x, scale), torch.softmax(x * scale, -1))
 
 
-def test_every_public_function_is_captured_without_a_graph_break(device):
-    def fn(x, w, seed):
-        y, r = layer_norm_fn(x, w, w, x, dropout_p=0.1, prenorm=True)
-        z = layer_norm_linear_fn(y, w, None, torch.outer(w, w), None, r)
-        return seeded_dropout(z, 0.1, seed) * dropout_mask(seed, 4, 24, 0.1)
+def test_a_seed_may_be_a_tensor_or_an_int_that_changes_in_a_graph(device):
+    def fn(x, seed):
+        return seeded_dropout(x, 0.5, seed) * dropout_mask(seed, 4, 24, 0.5, device=device)
 
-    x, w = pair(device)
-    compiled(fn, device)(x, w.detach(), torch.tensor([1], device=device)).sum().backward()
-    assert torch.isfinite(x.grad).all()
-    fn = compiled(lambda x, seed: seeded_dropout(x, 0.5, seed), device)
-    for seed in (1, 2, 3):  # an int that changes
-        assert torch.equal(fn(x, seed), seeded_dropout(x, 0.5, seed))
+    (x, _), captured = pair(device), compiled(fn, device)
+    for seed in (torch.tensor([1], device=device), 1, 2, 3):
+        assert torch.equal(captured(x, seed), fn(x, seed))

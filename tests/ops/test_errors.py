@@ -15,12 +15,17 @@ from ops import (
     RMSNorm,
     cross_entropy_fn,
     dropout_mask,
+    gated_activation_fn,
+    gated_rms_norm_fn,
     layer_norm_fn,
     layer_norm_linear_fn,
     linear_cross_entropy_fn,
+    log_softmax_fn,
+    modulated_norm_fn,
     norm_fn,
     rms_norm_fn,
     rotary_qk_fn,
+    rotary_qkv_fn,
     seeded_dropout,
     softmax_fn,
 )
@@ -29,7 +34,19 @@ from .cases import BF16, FP32, equal, reference_path, shapes
 
 X = torch.randn(4, 6, 8)
 W = torch.ones(8)
+TABLE, TARGETS = torch.zeros(6, 1), torch.zeros(4, 6, dtype=torch.int64)
 BUFFERS = ("out", "residual_out")
+
+
+def gated(**wrong):
+    right = {"x": X, "z": X, "weight": W, "eps": 1.0}
+    gated_rms_norm_fn(**right)  # what is remembered of it lets no other pass
+    gated_rms_norm_fn(**right | wrong)
+
+
+def activation(*wrong):
+    gated_activation_fn(X, X, "gelu")  # the same
+    gated_activation_fn(*wrong)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +67,39 @@ BUFFERS = ("out", "residual_out")
         (lambda: LayerNorm((2, 16)), "LayerNorm: hidden_size is (2, 16), expected one number"),
         (lambda: RMSNorm([0]), "RMSNorm: hidden_size must be an int of 1 or more, got 0"),
         (lambda: LayerNorm(8, dropout_p=2), "LayerNorm: dropout_p must be in [0, 1), got 2"),
+        (lambda: softmax_fn(X[..., :0]), "softmax_fn: x has shape (4, 6, 0), expected (..., N) with N ≥ 1"),
+        (lambda: log_softmax_fn(X, 1.0, torch.ones(3)), "log_softmax_fn: mask has shape (3,), expected one that broadcasts"),
+        (lambda: cross_entropy_fn(X, TARGETS[0]), "targets has shape (6,), expected (4, 6), a row of logits for each"),
+        (lambda: cross_entropy_fn(X, TARGETS, reduction="avg"), "reduction is 'avg', accepted: none, mean, sum"),
+        (lambda: cross_entropy_fn(X.clone().requires_grad_(), TARGETS, in_place=True), "would overwrite logits, a leaf"),
+        (lambda: linear_cross_entropy_fn(X, torch.ones(5, 9), TARGETS), "hidden has shape (4, 6, 8), weight (5, 9), expected"),
+        (lambda: rotary_qkv_fn(X, TABLE, TABLE, 4, 1), "qkv has shape (4, 6, 8), expected (..., T, (4 + 2·1)·D)"),
+        (lambda: rotary_qkv_fn(X, TABLE, TABLE[1:], 2, 1), "sin (5, 1), expected (6 or more, R/2) for both"),
+        (lambda: rotary_qkv_fn(X, TABLE, TABLE, 2, 1, positions=TARGETS[:, :3]), "positions has shape (4, 3), expected (4, 6)"),
+        (lambda: rotary_qkv_fn(X, TABLE, TABLE, 2, 1, norm="rmsnorm", q_weight=W[:2], k_weight=W[None, :2]), "q_weight has shape (2,), expected (2,), or (2, 2) where all weights and biases are by head"),
+        (lambda: rotary_qk_fn(X[None], X[None, :2], None, None), "rotary_qk_fn: k has shape"),
+        (lambda: modulated_norm_fn(X, torch.ones(3, 8)), "scale has shape (3, 8), expected the first dimensions of x (4, 6, 8)"),
+        (lambda: modulated_norm_fn(X, None, torch.ones(4, 1)), "shift has shape (4, 1)"),
+        (lambda: modulated_norm_fn(X, gate=torch.ones(4, 6, 6, 8)), "gate has shape (4, 6, 6, 8)"),
+        (lambda: modulated_norm_fn(X, gate=torch.ones(4, 8).long()), "gate is int64"),
+        (lambda: modulated_norm_fn(X, residual=X[0]), "residual has shape (6, 8), expected (4, 6, 8)"),
+        (lambda: modulated_norm_fn(X, weight=W[:4]), "weight has shape (4,), expected (8,)"),
+        (lambda: modulated_norm_fn(X, eps=-1.0), "eps must be a number of 0 or more"),
+        (lambda: modulated_norm_fn(X, out_dtype=torch.int8), "out_dtype is torch.int8, accepted"),
+        (lambda: gated(z=X[:2]), "z has shape (2, 6, 8), expected (4, 6, 8)"),
+        (lambda: gated(z=None), "z must be a tensor, got NoneType"),
+        (lambda: gated(weight=W[:4]), "weight has shape (4,), expected (8,)"),
+        (lambda: gated(group_size=3), "group_size is 3, expected a divisor of the 8 columns of x"),
+        (lambda: gated(activation="gelu"), "activation is 'gelu', accepted: silu, sigmoid"),
+        (lambda: gated(activation=["silu"]), "activation is ['silu'], accepted: silu, sigmoid"),
+        (lambda: gated(eps=-1.0), "eps must be a number of 0 or more"),
+        (lambda: gated(eps=True), "eps must be a number of 0 or more, got True"),
+        (lambda: gated(out_dtype=torch.int8), "out_dtype is torch.int8, accepted on"),
+        (lambda: activation(X, X, ["gelu"]), "activation is ['gelu'], accepted: gelu"),
+        (lambda: activation(X, X, "swish"), "activation is 'swish', accepted: gelu, gelu_tanh, silu"),
+        (lambda: activation(X[..., :7]), "it has an odd 7 columns"),
+        (lambda: activation(X, X[:1]), "value has shape (1, 6, 8), expected (4, 6, 8)"),
+        (lambda: activation(X.long()), "x is int64"),
     ],
 )  # fmt: skip
 def test_message(call, message):

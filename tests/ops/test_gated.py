@@ -23,7 +23,6 @@ def oracle(x, z, weight=None, norm_before_gate=True, group_size=None, activation
 
 
 def check(x, z, weight=None, **how):
-    """Also that of one input alone each gradient has the same bits."""
     given = [t for t in (x, z, weight) if t is not None]
     leaves, exact = ([f(t.detach()).requires_grad_() for t in given] for f in (lambda t: t, torch.Tensor.double))
     y, expected = gated_rms_norm_fn(*leaves, *[None] * (3 - len(given)), eps=EPS, **how), oracle(*exact, **how)
@@ -100,17 +99,11 @@ def test_a_gradient_that_nobody_wants_is_not_computed_and_changes_no_other(devic
         assert gradient is None if name in frozen.split() else torch.equal(gradient, found[0][name])
 
 
-def test_slices_of_a_projection_and_its_heads_are_not_copied(device, monkeypatch):
-    own = torch.Tensor.contiguous
-
-    def refuse(t):
-        assert t.is_contiguous()
-        return own(t)
-
-    monkeypatch.setattr(torch.Tensor, "contiguous", refuse)
-    projection = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(3)).to(device)
-    for z in (projection[..., 4:52], projection[..., 4:52].unflatten(-1, (3, 16))):
-        check(projection[..., 52:].view(z.shape) if z.dim() == 3 else projection[..., 52:].unflatten(-1, (3, 16)), z)
+def test_slices_of_a_projection_and_its_heads_are_not_copied(device, copies):
+    z, x = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(3)).to(device)[..., 4:].chunk(2, -1)
+    check(x, z)
+    check(x.unflatten(-1, (3, 16)), z.unflatten(-1, (3, 16)))
+    assert not copies
 
 
 def test_without_eps_rows_that_are_not_there_add_nothing(device):
@@ -130,28 +123,6 @@ def test_the_module_takes_a_checkpoint_of_transformers_and_gives_the_same(device
     norm.load_state_dict(theirs.state_dict())
     x, z = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(4)).to(device)
     torch.testing.assert_close(norm(x, z), theirs(x, z))
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"z": torch.ones(2, 4)}, r"z has shape \(2, 4\), expected \(2, 8\)"),
-        ({"z": None}, "z must be a tensor, got NoneType"),
-        ({"weight": torch.ones(4)}, r"weight has shape \(4,\), expected \(8,\)"),
-        ({"group_size": 3}, "group_size is 3, expected a divisor of the 8 columns of x"),
-        ({"activation": "gelu"}, "activation is 'gelu', accepted: silu, sigmoid"),
-        ({"activation": ["silu"]}, r"activation is \['silu'\], accepted: silu, sigmoid"),
-        ({"eps": -1.0}, "eps must be a number of 0 or more"),
-        ({"eps": True}, "eps must be a number of 0 or more, got True"),
-        ({"out_dtype": torch.int8}, "out_dtype is torch.int8, accepted on"),
-    ],
-)
-def test_errors_name_the_argument(device, how, message):
-    given = {"x": torch.ones(2, 8), "z": torch.ones(2, 8), "weight": torch.ones(8), "eps": 1.0}
-    given, wrong = ({name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in of.items()} for of in (given, how))
-    gated_rms_norm_fn(**given)  # what is remembered of it lets no other pass
-    with pytest.raises((ValueError, TypeError), match=f"gated_rms_norm_fn: {message}"):
-        gated_rms_norm_fn(**given | wrong)
 
 
 def test_the_module_checks_its_arguments_and_says_them():

@@ -80,10 +80,6 @@ def test_values_and_gradients(device, case):
     check(draw(device, batch, tokens, width, **case), rms)
 
 
-def test_many_samples(device):
-    check(draw(device, 64, 2, 48, stream=FP32, affine=FP32))
-
-
 @pytest.mark.parametrize("uses", [("y",), ("r",)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_an_output_that_nobody_uses_has_no_part_in_gradients(device, uses, gated):
@@ -139,9 +135,7 @@ def test_vectors_have_the_first_dimensions_of_x(device, shapes):
         torch.testing.assert_close(t, e, rtol=1e-4, atol=1e-4)
 
 
-def test_columns_of_a_projection_are_read_where_they_lie(device, monkeypatch):
-    copies, own = [], torch.Tensor.contiguous
-    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: own(t) if t.is_contiguous() else copies.append(t) or own(t))
+def test_columns_of_a_projection_are_read_where_they_lie(device, copies):
     given = draw(device, 3, 5, 48)
     assert not given["scale"].is_contiguous()
     check(given)
@@ -158,14 +152,10 @@ def test_the_stream_is_x_where_nothing_is_added(device):
         assert modulated_norm_fn(x, prenorm=True)[1] is x
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 16), (3, 0, 16)])
-def test_no_rows(device, shape):
-    x, scale = (
-        torch.randn(shape, device=device, requires_grad=True),
-        torch.randn(shape[0], 16, device=device, requires_grad=True),
-    )
+def test_samples_without_rows(device):
+    x, scale = (torch.randn(shape, device=device, requires_grad=True) for shape in ((3, 0, 16), (3, 16)))
     modulated_norm_fn(x, scale, weight=torch.ones(16, device=device)).sum().backward()
-    assert x.grad.shape == shape and torch.equal(scale.grad, torch.zeros_like(scale))
+    assert x.grad.shape == x.shape and torch.equal(scale.grad, torch.zeros_like(scale))
 
 
 def test_the_module_has_the_parameters_of_a_norm(device):
@@ -176,25 +166,6 @@ def test_the_module_has_the_parameters_of_a_norm(device):
     assert not ModulatedNorm(16).state_dict() and [*ModulatedNorm(16, 1e-5, True, True).state_dict()] == ["weight"]
     y, r = ModulatedNorm(16)(x.bfloat16(), scale, residual=x, prenorm=True, out_dtype=FP16)
     assert y.dtype == FP16 and r.dtype == FP32
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"scale": torch.ones(3, 8)}, r"scale has shape \(3, 8\), expected the first dimensions of x \(2, 4, 8\)"),
-        ({"shift": torch.ones(2, 1)}, r"shift has shape \(2, 1\)"),
-        ({"gate": torch.ones(2, 4, 4, 8)}, r"gate has shape \(2, 4, 4, 8\)"),
-        ({"gate": torch.ones(2, 8).long()}, "gate is int64"),
-        ({"residual": torch.ones(2, 8)}, r"residual has shape \(2, 8\), expected \(2, 4, 8\)"),
-        ({"weight": torch.ones(4)}, r"weight has shape \(4,\), expected \(8,\)"),
-        ({"eps": -1.0}, "eps must be a number of 0 or more"),
-        ({"out_dtype": torch.int8}, "out_dtype is torch.int8, accepted"),
-    ],
-)
-def test_errors_name_the_argument(device, more, message):
-    more = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in more.items()}
-    with pytest.raises(ValueError, match=message):
-        modulated_norm_fn(torch.randn(2, 4, 8, device=device), **more)
 
 
 def test_rows_that_no_program_holds_are_refused(device):

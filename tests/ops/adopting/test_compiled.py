@@ -41,33 +41,20 @@ def models(where, depth, device):
     return model, adopted
 
 
-def gradients(model, x):
-    return torch.autograd.grad(model(x).sin().sum(), [*model.parameters()])
-
-
-@pytest.mark.parametrize("where", range(4))
-def test_blocks_have_their_gradients_where_the_graph_breaks(where, device, kernel):
-    model, adopted = models(where, 2, device)
-    x = torch.randn(2, 5, N, device=device)
-    wanted = gradients(model, x)
-    torch._dynamo.reset()
-    adopted.compile(backend="aot_eager")
-    for a, b in zip(gradients(adopted, x), wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(("where", "whole"), [(None, False), (0, False), (1, True), (2, False), (3, True)])
-def test_as_many_graphs_serve_all_adopted_blocks_as_serve_those_of_the_model(where, whole, device):
-    x, counts = torch.randn(2, 5, N, device=device, requires_grad=True), []
+def test_as_many_graphs_serve_all_adopted_blocks_as_serve_those_of_the_model_with_their_gradients(where, whole, device):
+    x, counts, gradients = torch.randn(2, 5, N, device=device, requires_grad=True), [], []
     for model in models(where, DEPTH, device):
         torch._dynamo.reset()
         graphs = CompileCounterWithBackend("aot_eager")
         for one in (model,) if whole else model:
             one.compile(backend=graphs)
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-            gradients(model, x)
+            gradients.append(torch.autograd.grad(model(x).sin().sum(), [*model.parameters()]))
         counts.append(graphs.frame_count)
     assert counts[0] == counts[1]
+    for wanted, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)  # of ten blocks
 
 
 def test_norms_and_sums_are_kernels_in_a_graph_too(device, kernel):
@@ -92,7 +79,7 @@ def test_one_graph_serves_all_conditioned_blocks(device):
     assert graphs.frame_count == 1
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Gemma3"])
 def test_a_whole_model_of_transformers_trains_in_one_graph(kind, device):
     transformers = pytest.importorskip("transformers", minversion="5.20")
     sizes = {

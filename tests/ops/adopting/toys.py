@@ -70,5 +70,15 @@ def fused(model, **how):
     return model
 
 
+def nodes_behind(y):
+    """The nodes of the graph of y, which has to stay alive."""
+    nodes, todo = set(), [y.grad_fn]
+    while todo:
+        if (node := todo.pop()) is not None and node not in nodes:
+            nodes.add(node)
+            todo += [other for other, _ in node.next_functions]
+    return nodes
+
+
 def classes(module):
     return [type(part) for part in module.modules()]

@@ -387,23 +387,38 @@ class Call:
         return lambda b: fill(op.Gradients, written, op.backward_op(present(b), text)), pick
 
 
-def refused(
-    function: str, of: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    """The same gradients with a history, that of all that they were computed from: a backward that raises.
+def refused(function: str, ctx: Any, there: tuple, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The same gradients with a history, whatever they were computed from: a backward that raises.
 
     PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
-    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights. Without `of`,
-    `torch.autograd.grad` would not come past here on its way to them.
+    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights. `torch.autograd.grad` goes the
+    ways to its inputs alone, so this one leads to whatever the call's gradients go to.
 
-    function: the public one, for the message.
+    Args:
+        function: the public one, for the message.
+        ctx: of the call's backward.
+        there: what that got and what forward had saved.
     """
-    return _Refused.apply(function, len(of), torch.zeros((), device="cpu", requires_grad=True), *of, *gradients)
+    of = (torch.zeros((), device="cpu", requires_grad=True), *there, *_leaves_behind(ctx))
+    return _Refused.apply(function, len(of), *of, *gradients)
+
+
+def _leaves_behind(node: Any) -> list[Tensor]:
+    """The leaves of autograd's graph that a node's gradients go to."""
+    leaves, seen, waiting = list[Tensor](), {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        more = {behind for behind, _ in node.next_functions if behind is not None} - seen
+        seen |= more
+        waiting += more
+    return leaves
 
 
 class _Refused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, count: int, anchor: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.name = name
         return tuple([None if gradient is None else gradient.detach() for gradient in tensors[count:]])
 
@@ -444,7 +459,7 @@ class Recorded(torch.autograd.Function):
         if gradients is None:
             with torch.no_grad():
                 gradients = call.gradients(needs, there)
-            gradients = refused(call.function, there, gradients)
+            gradients = refused(call.function, ctx, there, gradients)
         return None, None, *gradients
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..gated import Gate, Options, gated_rms_norm_fn, reference
 from .adopted import Adopted, is_known
 from .recognise import GRADIENT_TOLERANCE, OUT_DTYPES, TOLERANCE, undisturbed
-from .stand_ins import clone_of
+from .stand_ins import attributes, clone_of
 
 _SIZES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e3)  # of rows: where eps counts much, little and nothing
 _HALF, _FULL = torch.bfloat16, torch.float32
@@ -89,10 +89,12 @@ def _tried(module: nn.Module, name: str, width: int, arguments: tuple[str, ...])
         torch.randn(2, 3, width),
         torch.randn(width),
     )
-    found = []
+    found, before = [], attributes(clone)
     for training in (True, False):
         clone.train(training)
         found.append(_results(own, inputs))
+    if attributes(clone) != before:
+        return None
     whole = [value for value in vars(clone).values() if isinstance(value, int) and 0 < value <= width and width % value == 0]
     sizes = dict.fromkeys((width, *whole, *(width // count for count in whole)))  # of groups, or how many there are
     written = dict.fromkeys(value for value in vars(clone).values() if isinstance(value, float))

@@ -381,8 +381,8 @@ class _Bench:
         if x._version:
             raise LeftAlone("it changes the stream that it gets in place")
         for path, module in clone.named_modules():
-            kept = {f"{path}.{name}": t for name, t in vars(module).items() if isinstance(t, Tensor | list | tuple)}
-            kept = floats_in(kept, "what it keeps")
+            held = {f"{path}.{name}": t for name, t in vars(module).items() if isinstance(t, Tensor | list | tuple)}
+            kept = floats_in(held, "what it keeps")
             leaves |= {name: t for name, t in kept.items() if not (t.is_leaf or through)}
             found |= kept
         for t in leaves.values():

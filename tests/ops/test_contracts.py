@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -129,10 +131,16 @@ def test_gradients_of_gradients_are_refused(name, device):
     found = torch.autograd.grad(y, tensors, y.detach(), create_graph=True)
     assert all(map(torch.equal, found, expected))
     own = name.replace("norm_linear", "norm(_linear)?")  # a norm, whose gradients are its own, and a product
-    # also beside what can be; of w, unless its product is no part of the operator
-    for gradient in found[: 1 + (name != "rotary_qk_fn")]:
-        with pytest.raises(RuntimeError, match=f"{own}: its gradients can't be differentiated again"):
-            (y.square().mean() + gradient.square().sum()).backward(retain_graph=True)
+    count = 1 + (name != "rotary_qk_fn")  # its w is no part of the operator
+    for gradient, leaf in product(found[:count], tensors[:count]):
+        again = y.square().mean() + gradient.square().sum()  # also beside what can be
+        for differentiate in (
+            Tensor.backward,
+            partial(Tensor.backward, inputs=[leaf]),
+            partial(torch.autograd.grad, inputs=leaf),
+        ):
+            with pytest.raises(RuntimeError, match=f"{own}: its gradients can't be differentiated again"):
+                differentiate(again, retain_graph=True)
 
 
 @every_call

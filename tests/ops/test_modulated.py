@@ -103,6 +103,14 @@ def test_a_gated_sum_alone(device, stream, frozen):
         assert (t.double() - right).norm() <= ERROR[BF16] * right.norm()
 
 
+def test_a_gated_sum_may_be_changed_in_place(device):
+    given = {name: t.detach().requires_grad_() for name, t in draw(device, 3, 5, 48, stream=FP32, names=("gate",)).items()}
+    r = gated_sum(**given)
+    wanted = torch.autograd.grad(r, [*given.values()], 2 * torch.ones_like(r), retain_graph=True)
+    r.mul_(2)
+    assert all(map(torch.equal, torch.autograd.grad(r, [*given.values()], torch.ones_like(r)), wanted))
+
+
 @pytest.mark.parametrize("frozen", [("x",), ("gate", "x"), ("residual",), ("scale", "shift"), ("gate",), ("scale", "weight")])
 def test_a_gradient_that_nobody_wants_is_not_computed_and_changes_no_other(device, frozen):
     given = draw(device, 3, 5, 48, stream=FP32, affine=FP32)

@@ -48,6 +48,32 @@ class Dropping(Apart):
         self.dropout = nn.Dropout(0.5)
 
 
+class NotDroppingYet(nn.Module):
+    """Its p may be set later."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.dropout = nn.Linear(16, 48), nn.Linear(24, 16), nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.dropout(Packed.forward(self, x))
+
+
+class Scaled(Apart):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class Logging(Apart):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
 class Flagged(Apart):
     def forward(self, x, flag=None):
         return super().forward(x)
@@ -102,6 +128,9 @@ def test_an_adopted_mlp_gives_the_same_values_and_gradients(make, dtype):
         (Swapped, "it computes something else"),
         (Clamped, "it computes something else"),
         (Dropping, "it has other parts: act_fn, dropout"),
+        (NotDroppingYet, "it has other parts: dropout"),
+        (Scaled, "it computes something else"),
+        (Logging, "its forward keeps something as an attribute"),
         (Flagged, "its forward takes more than one tensor"),
     ],
 )

@@ -61,7 +61,8 @@ def compare(study: Study, folder: Path, command: str) -> None:
     counts = {"arm": len(study.arms), "rate": len(study.rates), "seed": len(study.seeds)}
     sizes = " × ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
     show(f"{sizes}, {len(study.compared)} seeds to compare at each arm's best rate, in {relative(folder)}")
-    show(f"at least {least_runs(study)} runs in all; the search adds rates around the best one of each arm")
+    more = "; the search adds rates around the best one of each arm" if len(study.rates) > 1 else ""
+    show(f"at least {least_runs(study)} runs in all{more}")
     with progress(None, "compare", "run") as bar:
         runs = runs_of(study, folder, bar.update)
         make_all(study, runs.found, runs.train, runs.time)

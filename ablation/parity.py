@@ -134,7 +134,10 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
 
     steps = len(runs[0].losses[TORCH])
     setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {steps} steps in {precision}"
-    if sick:
+    if {REFERENCE, TORCH} & {*sick}:
+        verdict = f"Parity can't be judged: the loss of {' and '.join(sick)} is not finite, with PyTorch's operators too."
+        verdict += " A lower optim.lr may train."
+    elif sick:
         verdict = f"Parity fails: the loss of {' and '.join(sick)} is not finite."
     elif failures:
         verdict = f"Parity fails: {failures[0].failure}, {setting}; {len(failures)} of {len(tests)} tests fail."

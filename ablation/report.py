@@ -63,7 +63,9 @@ def _headline(ablation: Ablation) -> str:
             found.append(f"{cell.title} {speedup}")
         subjects = " and ".join(dict.fromkeys(cell.subject for cell in ablation.cells))
         said = f"{capital(subjects)} against the fastest other arm: {'; '.join(found)}"
+    judged = [one for one in ablation.parity if not one.verdict.startswith("Parity can't")]
     parity = "holds" if all(one.holds for one in ablation.parity) else "FAILS"
+    parity = parity if judged else "can't be judged"
     unfinished = f"NOT FINISHED ({ablation.unfinished}). " if ablation.unfinished else ""
     return f"{unfinished}{said}; parity {parity if ablation.parity else 'was not measured'}"
 

@@ -109,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = [[r.name, f"{r.minutes:g}", "no" if r in left else "yes", f"python {r.words}"] for r in RECORDS]
         print(aligned(["record", "minutes", "done", "command"], rows, left=4))
         print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {sum(r.minutes for r in left):g} left")
+        if not here:
+            print("No GPU is here, so none is done on this machine; benchmarks/results has those of other machines.")
         return
     if not here:
         parser.error("there is no GPU here; --list shows what would run")

@@ -56,6 +56,7 @@ class Report:
     again: Difference | None  # A/A: the baseline with other seeds − the baseline
     pairs: dict[tuple[str, str], Difference]  # of all arms, where they are asked for
     runs: int
+    tuned: bool  # whether there was a choice of rates
     fresh: bool  # whether the seeds that are compared had no part in the choice of rates; if not, nothing is called different
 
 
@@ -80,14 +81,14 @@ def analyse(study: Study, found: Found) -> Report:
 
     def report(name: str) -> ArmReport:
         searched = found.losses(found.of(name, SEARCH))
-        tried, ratio = found.rates(name), prices[name].of_baseline
+        tried, ratio, sample = found.rates(name), prices[name].of_baseline, pooled if name == baseline else samples[name]
         return ArmReport(
             name=name,
             rate=rates[name],
             at_end={min(tried): "lowest", max(tried): "highest"}.get(rates[name], "") if len(tried) > 1 else "",
-            sample=pooled if name == baseline else samples[name],
+            sample=sample,
             against=against.get(name),
-            failing=failing(found, name, samples[name], rates[name]),
+            failing=failing(found, name, sample, rates[name]),
             sensitivity=sensitivity(study, found, name),
             searched=(searched.count(math.inf), len(searched)),
             price=prices[name],
@@ -97,7 +98,7 @@ def analyse(study: Study, found: Found) -> Report:
         )
 
     aa = difference(again, replace(own, cost=0.0)) if again.runs else None  # both at one rate
-    return Report([report(name) for name in names], baseline, aa, pairs, len(found.results), fresh)
+    return Report([report(name) for name in names], baseline, aa, pairs, len(found.results), len(study.rates) > 1, fresh)
 
 
 Judged = tuple[dict[str, Difference], dict[tuple[str, str], Difference]]

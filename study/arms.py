@@ -111,6 +111,11 @@ def study_of(arguments: Sequence[str], size: str = "") -> Study:
     swept = set(configs.swept(list(parsed.values())))
     arms: dict[str, Config] = {}
     for name, more in (found.arms or {"": []}).items():
+        if of_all := {RATE, SEED} & {one.get_key_element() for one in configs.parse(more)}:
+            raise ConfigError(
+                f"{min(of_all)} in the arm {name}: every arm is trained at all rates with all seeds. "
+                "Give it in `arguments` or on the command line, for all arms."
+            )
         for job in configs.jobs([*named, *parsed.values(), *more]):
             label = " ".join([*([name] if name else []), *(text for text in job if text.partition("=")[0] in swept)])
             label = label or "this configuration"

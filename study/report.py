@@ -54,7 +54,8 @@ def words(made: Report) -> str:
     """What was found, and what was not."""
     base = next(arm for arm in made.arms if arm.name == made.baseline)
     alone = f", which {base.failing}" if base.failing else ""
-    said = [f"{made.runs} runs; each arm at its best learning rate; the baseline is {made.baseline}{alone}."]
+    at = "its best learning rate" if made.tuned else "the one learning rate that was given, so none is tuned"
+    said = [f"{made.runs} runs; each arm at {at}; the baseline is {made.baseline}{alone}."]
     said += [f"{arm.name}: {finding(arm, base)}{_step(arm)}." for arm in made.arms if arm.against]
     if made.again and made.again.loss:
         said.append(f"The baseline with other seeds (A/A) differs by {interval_text(made.again.loss, 4)} nats.")
@@ -131,7 +132,7 @@ def _main(arm: ArmReport) -> Row:
         "failed": str(arm.sample.failed),
         "last loss": _mean(arm.sample),
         **_judged(arm.against),
-        "a better rate gains at most": f"{arm.sample.cost:.4f}" if math.isfinite(arm.sample.cost) else NOTHING,
+        "a better rate gains at most": f"{arm.sample.cost:.4f}" if 0.0 < arm.sample.cost < math.inf else NOTHING,
         "sensitivity": interval_text(arm.sensitivity),
     }
 

@@ -125,9 +125,16 @@ def clone_of(
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What another look differs from if a forward has kept something: which object each attribute is, and how long it is."""
-    of = {name: value for name, value in vars(module).items() if name != "training"}
-    return {name: (id(value), len(value) if type(value) in (list, dict, set) else 0, value) for name, value in of.items()}
+    """What another look differs from if a forward has kept something: which objects each attribute is and holds, and how often
+    a tensor was changed."""
+
+    def marks(value: Any) -> list:
+        inside = [*value.values()] if type(value) is dict else [*value] if type(value) in (list, set) else []
+        objects = [value, *inside]
+        changes = [t._version for t in objects if isinstance(t, Tensor) and not t.is_inference()]
+        return [[*map(id, objects)], changes, objects]  # with the objects, so that no other gets their ids
+
+    return {name: marks(value) for name, value in vars(module).items() if name != "training"}
 
 
 def on_cpu(value: Any) -> Any:

@@ -71,7 +71,7 @@ def test_the_words_are_those_that_the_runs_allow_and_a_failed_run_is_never_no_di
 
 def test_a_failing_baseline_is_told_and_so_is_that_no_run_of_the_arm_fails():
     made, _ = report_of(of_arms(a=[*CLOSE[:3], None, None, None], b=CLOSE))
-    assert "the baseline is a, which fails in 3 of 6 runs at 0.001." in words(made)
+    assert "the baseline is a, which fails in 3 of 9 runs at 0.001." in words(made)
     assert "b: no run of 5 fails (baseline 3 of 9; exact test, p = " in words(made)
 
 

@@ -64,10 +64,12 @@ def test_a_study_in_a_folder_of_ones_own_is_an_option_and_two_arms_of_it_have_tw
     studies = []
     monkeypatch.setattr(compare, "compare", lambda study, *_: studies.append(study))
     (tmp_path / "study").mkdir()
-    for name, kinds in (("mine", "rmsnorm"), ("same", "rmsnorm,layernorm")):
+    for name, kinds in (("mine", "rmsnorm"), ("same", "rmsnorm,layernorm"), ("rated", 'rmsnorm", "optim.lr=0.1')):
         (tmp_path / "study" / f"{name}.yaml").write_text(MINE % kinds)
     command = ["--config-dir", str(tmp_path), f"folder={tmp_path / 'run'}", "device=cpu", "optim.lr=1e-2"]
     assert compare.main([*command, "study=mine"]) == 0
     assert [arm.name for arm in studies[0].arms] == ["a", "b"] and studies[0].baseline.name == "b"
     assert (studies[0].rates, studies[0].seeds) == ([1e-2], [1, 2])
     assert compare.main([*command, "study=same"]) == 2 and "a: two arms have this name" in capsys.readouterr().err
+    assert compare.main([*command, "study=rated"]) == 2
+    assert "optim.lr in the arm a: every arm is trained at all rates" in capsys.readouterr().err

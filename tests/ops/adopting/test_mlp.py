@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -74,6 +75,29 @@ class Logging(Apart):
         return self.last
 
 
+class Counting(Apart):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.last = {"calls": 0}, [None]
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.how == "buffer":
+            self.calls.add_(1)
+        elif self.how == "dict":
+            self.seen["calls"] += 1
+        else:
+            self.last[0] = y
+        return y
+
+
+def counting(how):
+    module = Counting()
+    module.how = how
+    return module
+
+
 class Flagged(Apart):
     def forward(self, x, flag=None):
         return super().forward(x)
@@ -130,6 +154,7 @@ def test_an_adopted_mlp_gives_the_same_values_and_gradients(make, dtype):
         (Dropping, "it has other parts: act_fn, dropout"),
         (NotDroppingYet, "it has other parts: dropout"),
         (Scaled, "it computes something else"),
+        *((partial(counting, how), "its forward keeps something as an attribute") for how in ("buffer", "dict", "list")),
         (Logging, "its forward keeps something as an attribute"),
         (Flagged, "its forward takes more than one tensor"),
     ],

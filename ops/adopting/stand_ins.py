@@ -134,7 +134,8 @@ def attributes(module: nn.Module) -> dict[str, Any]:
         changes = [t._version for t in objects if isinstance(t, Tensor) and not t.is_inference()]
         return [[*map(id, objects)], changes, objects]  # with the objects, so that no other gets their ids
 
-    return {name: marks(value) for name, value in vars(module).items() if name != "training"}
+    ours = ("training", "_parameters")  # which a trial sets
+    return {name: marks(value) for name, value in vars(module).items() if name not in ours}
 
 
 def on_cpu(value: Any) -> Any:

@@ -134,7 +134,8 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
 
     steps = len(runs[0].losses[TORCH])
     setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {steps} steps in {precision}"
-    if {REFERENCE, TORCH} & {*sick}:
+    holds = None if {REFERENCE, TORCH} & {*sick} else not sick and not failures
+    if holds is None:
         verdict = f"Parity can't be judged: the loss of {' and '.join(sick)} is not finite, with PyTorch's operators too."
         verdict += " A lower optim.lr may train."
     elif sick:
@@ -156,7 +157,7 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: MixedPrecision, override
         seeds=[run.seed for run in runs],
         steps=steps,
         quantities=tests,
-        holds=not sick and not failures,
+        holds=holds,
         verdict=verdict,
         distances=found,
     )

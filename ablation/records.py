@@ -115,7 +115,7 @@ class Parity:
     seeds: list[int]
     steps: int
     quantities: list[Quantity]
-    holds: bool
+    holds: bool | None  # None: it can't be judged
     verdict: str
     distances: dict[str, list[Distances]]  # by quantity: for each seed; the tests are of these
 

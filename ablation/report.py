@@ -63,9 +63,8 @@ def _headline(ablation: Ablation) -> str:
             found.append(f"{cell.title} {speedup}")
         subjects = " and ".join(dict.fromkeys(cell.subject for cell in ablation.cells))
         said = f"{capital(subjects)} against the fastest other arm: {'; '.join(found)}"
-    judged = [one for one in ablation.parity if not one.verdict.startswith("Parity can't")]
-    whole = len(judged) == len(ablation.parity)
-    parity = "FAILS" if not all(one.holds for one in judged) else "holds" if whole else "can't be judged"
+    held = {one.holds for one in ablation.parity}
+    parity = "FAILS" if False in held else "can't be judged" if None in held else "holds"
     unfinished = f"NOT FINISHED ({ablation.unfinished}). " if ablation.unfinished else ""
     return f"{unfinished}{said}; parity {parity if ablation.parity else 'was not measured'}"
 

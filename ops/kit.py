@@ -334,7 +334,7 @@ class Call:
         """needs: which inputs need a gradient; eager: else through the dispatcher."""
         self.op, self.given, self.materialize = op, names_of(op.Inputs._make(i)), op.materialize
         fields, asked = op.Outputs._fields, op.asked(self.given, o)
-        self.asked, self.complete = picker(asked, fields), picker(fields, asked)
+        self.asked = picker(asked, fields)
         self.records = True in needs
         if self.records:
             self.apply = op.apply if eager else op.recorded.apply
@@ -344,9 +344,15 @@ class Call:
             have = {*self.given, *op.written(self.given, o)}
             kept = {field: source for field, source in op.kept(of, o, needs).items() if source in have}
             self.keep = picker([*kept.values()], (*op.Inputs._fields, *fields))
-            self.fields = (*[f"d{name}" for name in asked], *kept)
-            self.backward = picker(op.Backward._fields, self.fields)
             constants = [name for name in asked if f"d{name}" not in op.Backward._fields]
+            # Gradients that are differentiated again must lead to the inputs: of the outputs that are kept autograd sees one,
+            # asked for or not.
+            links = [name for name in kept.values() if name in fields]
+            seen = {*asked} - {*constants}
+            tracked = asked if seen & {*links} else [*asked, *links[:1]]
+            self.tracked, self.complete = picker(tracked, fields), picker(fields, tracked)
+            self.fields = (*[f"d{name}" for name in tracked], *kept)
+            self.backward = picker(op.Backward._fields, self.fields)
             self.constants = picker(constants, fields) if constants else None
         self.o, self.function = o, op.function(self.given, o)
         self.view = op.view(self.given, o)
@@ -387,33 +393,18 @@ class Call:
         return lambda b: fill(op.Gradients, written, op.backward_op(present(b), text)), pick
 
 
-def refused(function: str, ctx: Any, there: tuple, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def refused(function: str, there: tuple, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The same gradients with a history, whatever they were computed from: a backward that raises.
 
     PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
-    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights. `torch.autograd.grad` goes the
-    ways to its inputs alone, so this one leads to whatever the call's gradients go to.
+    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
 
     Args:
         function: the public one, for the message.
-        ctx: of the call's backward.
-        there: what that got and what forward had saved.
+        there: what they were computed from, each with its own history: `torch.autograd.grad` goes the ways to its inputs alone.
     """
-    of = (torch.zeros((), device="cpu", requires_grad=True), *there, *_leaves_behind(ctx))
+    of = (torch.zeros((), device="cpu", requires_grad=True), *there)
     return _Refused.apply(function, len(of), *of, *gradients)
-
-
-def _leaves_behind(node: Any) -> list[Tensor]:
-    """The leaves of autograd's graph that a node's gradients go to."""
-    leaves, seen, waiting = list[Tensor](), {node}, [node]
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        more = {behind for behind, _ in node.next_functions if behind is not None} - seen
-        seen |= more
-        waiting += more
-    return leaves
 
 
 class _Refused(torch.autograd.Function):
@@ -443,7 +434,7 @@ class Recorded(torch.autograd.Function):
             ctx.mark_non_differentiable(*call.constants(outputs))
         if call.view is not None:
             outputs = call.view(i, outputs)
-        return call.asked(outputs)
+        return call.tracked(outputs)
 
     @staticmethod
     def backward(ctx, *upstream):
@@ -459,7 +450,7 @@ class Recorded(torch.autograd.Function):
         if gradients is None:
             with torch.no_grad():
                 gradients = call.gradients(needs, there)
-            gradients = refused(call.function, ctx, there, gradients)
+            gradients = refused(call.function, there, gradients)
         return None, None, *gradients
 
 

@@ -58,7 +58,7 @@ def layer_norm_linear_fn(
     if transformed_by_func():  # which wants plain operations
         output = _linear(y, linear_weight, linear_bias)
     else:
-        output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, norm)
+        output = _LinearOfNorm.apply(y, r, norm_weight, norm_bias, linear_weight, linear_bias, eps, norm)
     return (output, r) if prenorm else output
 
 
@@ -81,7 +81,7 @@ class _LinearOfNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 gradients = _LinearOfNorm.backward(ctx, dout)
-            return refused("layer_norm_linear_fn", ctx, (dout, *ctx.saved_tensors), gradients)
+            return refused("layer_norm_linear_fn", (dout, *ctx.saved_tensors), gradients)
         r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
         dout = dout.to(ctx.dtype)
         dy = dweight = dbias = None

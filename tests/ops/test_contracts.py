@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from functools import partial
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -123,24 +123,27 @@ def test_compiled_code_gives_the_bits_of_eager_code_without_a_graph_break(name, 
     assert counts[0] == counts[1]  # nothing is compiled again for another number of rows
 
 
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"seeded_dropout"}))  # which is linear
-def test_gradients_of_gradients_are_refused(name, device):
-    ours, tensors = CALLS[name][0], examples(device)
-    y = ours(*tensors)
-    expected = torch.autograd.grad(y, tensors, y.detach(), retain_graph=True)
-    found = torch.autograd.grad(y, tensors, y.detach(), create_graph=True)
-    assert all(map(torch.equal, found, expected))
-    own = name.replace("norm_linear", "norm(_linear)?")  # a norm, whose gradients are its own, and a product
-    count = 1 + (name != "rotary_qk_fn")  # its w is no part of the operator
-    for gradient, leaf in product(found[:count], tensors[:count]):
-        again = y.square().mean() + gradient.square().sum()  # also beside what can be
-        for differentiate in (
-            Tensor.backward,
-            partial(Tensor.backward, inputs=[leaf]),
-            partial(torch.autograd.grad, inputs=leaf),
-        ):
-            with pytest.raises(RuntimeError, match=f"{own}: its gradients can't be differentiated again"):
-                differentiate(again, retain_graph=True)
+@every_call
+def test_gradients_of_gradients_are_refused_or_right(name, device):
+    calls, tensors, refusal = CALLS[name], examples(device), f"{name}: its gradients can't be differentiated again"
+    own = refusal.replace("norm_linear", "norm(_linear)?")  # a norm, whose gradients are its own, and a product
+
+    def penalised(call: Callable[..., Tensor], of: int, inside: bool) -> tuple[Tensor, Tensor]:
+        """A loss of the gradient of one tensor, beside what can be differentiated again, and that tensor."""
+        given = [t * 1 for t in tensors] if inside else tensors
+        y = call(*given)
+        (gradient,) = torch.autograd.grad(y, given[of], y.detach(), create_graph=True)
+        return y.square().mean() + gradient.square().sum(), given[of]
+
+    for of, inside in product(range(2), (False, True)):
+        (loss, t), (reference, same) = (penalised(call, of, inside) for call in calls)
+        if name in ("seeded_dropout", "rotary_qk_fn"):  # linear, so that the gradient does not depend on the tensor
+            torch.testing.assert_close(*torch.autograd.grad(loss, t), *torch.autograd.grad(reference, same))
+            continue
+        with pytest.raises(RuntimeError, match=own):
+            torch.autograd.grad(loss, t, retain_graph=True)
+        with pytest.raises(RuntimeError, match=own):
+            loss.backward(inputs=None if inside else [t])
 
 
 @every_call

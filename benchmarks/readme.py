@@ -102,7 +102,7 @@ def ablation(files: Files, root: str) -> str:
             ms[TORCH],
             f"{other}, {ms[other]}",
             ms[cell["subject"]],
-            interval_text(speedup(cell, other)),
+            gain_over(other, cell),
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
             " and ".join(map(interval_text, controls(cell))),
             f"{limit:.3f}" if (limit := limits.get(other)) else NOTHING,
@@ -116,20 +116,23 @@ def headline(files: Files, _: str) -> str:
     rows = []
     for words, cell in named(files).items():
         ms, other = {arm: f"{of.median:.2f}" for arm, of in steps_of(cell).items()}, fastest(cell)
-        gain = interval_text(speedup(cell, other))
-        if cell["verdict"].startswith("no difference found"):
-            gain = f"undecided, as A/A is as wide: {gain}"
         peak, least = (cell["arms"][arm]["peak_gb"] for arm in (other, cell["subject"]))
         rows.append([
             words,
             ms[other],
             ms[cell["subject"]],
-            gain,
+            gain_over(other, cell),
             NOTHING if other == TORCH else interval_text(speedup(cell, TORCH)),
             NOTHING if peak is None else f"{round(peak - least, 2) + 0.0:.2f} of {peak:.2f}".replace("-", "−"),
         ])  # fmt: skip
     header = ["a training step", "fastest with PyTorch's norms, ms", "with fused norms, ms", "times as fast (95 %)"]
     return compact_markdown([*header, "over norms that are not compiled", "GiB saved"], rows)
+
+
+def gain_over(other: str, cell: Recorded) -> str:
+    """What the subject gains over the fastest other arm, as its verdict has it."""
+    undecided = "undecided: " if cell["verdict"].startswith("no difference found") else ""
+    return undecided + interval_text(speedup(cell, other))
 
 
 def named(files: Files) -> dict[str, Recorded]:

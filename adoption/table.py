@@ -1,6 +1,6 @@
 """Which models of other libraries `adopt` fuses, found by adopting tiny random ones: the table of docs/adopted_models.md.
 
-    python -m adoption.table                         # transformers, and timm and diffusers where they are installed
+    python -m adoption.table                         # all; pip install transformers timm diffusers
     python -m adoption.table llama timm/vit_tiny_patch16_224     # these alone
 
 Each model computes its output and its gradients before and after, in fp32, and then takes a step in training mode.
@@ -48,8 +48,11 @@ def main(names: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     known = dict.fromkeys(MODELS["transformers"].split(), _of_transformers)
-    known |= {f"timm/{name}": _of_timm for name in MODELS["timm"].split()} if find_spec("timm") else {}
-    known |= {f"diffusers/{name}": _of_diffusers for name in MODELS["diffusers"]} if find_spec("diffusers") else {}
+    known |= {f"timm/{name}": _of_timm for name in MODELS["timm"].split()}
+    known |= {f"diffusers/{name}": _of_diffusers for name in MODELS["diffusers"]}
+    missing = [library for library in ("transformers", "timm", "diffusers") if not names and not find_spec(library)]
+    if missing:
+        raise SystemExit(f"adoption.table: {TABLE.name} has models of {', '.join(missing)}. Install them, or name the models to try.")
     rows = []
     for name in names or known:
         torch.manual_seed(0)

@@ -52,7 +52,7 @@ def main(names: list[str]) -> None:
     known |= {f"diffusers/{name}": _of_diffusers for name in MODELS["diffusers"]}
     missing = [library for library in ("transformers", "timm", "diffusers") if not names and not find_spec(library)]
     if missing:
-        raise SystemExit(f"adoption.table: {TABLE.name} has models of {', '.join(missing)}. Install them, or name models to try.")
+        raise SystemExit(f"adoption.table: {TABLE.name} has models of {', '.join(missing)}. Install them, or name models.")
     rows = []
     for name in names or known:
         torch.manual_seed(0)

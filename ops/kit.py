@@ -346,11 +346,12 @@ class Call:
             self.keep = picker([*kept.values()], (*op.Inputs._fields, *fields))
             constants = [name for name in asked if f"d{name}" not in op.Backward._fields]
             # Gradients that are differentiated again must lead to the inputs: of the outputs that are kept autograd sees one,
-            # asked for or not.
+            # asked for or not; who has not asked does not get it.
             links = [name for name in kept.values() if name in fields]
             seen = {*asked} - {*constants}
             tracked = asked if seen & {*links} else [*asked, *links[:1]]
-            self.tracked, self.complete = picker(tracked, fields), picker(fields, tracked)
+            self.tracked = picker(tracked, fields)
+            self.complete = picker([name if name in asked else None for name in fields], tracked)
             self.fields = (*[f"d{name}" for name in tracked], *kept)
             self.backward = picker(op.Backward._fields, self.fields)
             self.constants = picker(constants, fields) if constants else None

@@ -128,16 +128,16 @@ def test_gradients_of_gradients_are_refused_or_right(name, device):
     calls, tensors, refusal = CALLS[name], examples(device), f"{name}: its gradients can't be differentiated again"
     own = refusal.replace("norm_linear", "norm(_linear)?")  # a norm, whose gradients are its own, and a product
 
-    def penalised(call: Callable[..., Tensor], of: int, inside: bool) -> tuple[Tensor, Tensor]:
-        """A loss of the gradient of one tensor, beside what can be differentiated again, and that tensor."""
+    def penalised(call: Callable[..., Tensor], of: int, by: int, inside: bool) -> tuple[Tensor, Tensor]:
+        """A loss of the gradient of one tensor, beside what can be differentiated again, and the same or the other tensor."""
         given = [t * 1 for t in tensors] if inside else tensors
         y = call(*given)
         (gradient,) = torch.autograd.grad(y, given[of], y.detach(), create_graph=True)
-        return y.square().mean() + gradient.square().sum(), given[of]
+        return y.square().mean() + gradient.square().sum(), given[by]
 
-    for of, inside in product(range(2), (False, True)):
-        (loss, t), (reference, same) = (penalised(call, of, inside) for call in calls)
-        if name in ("seeded_dropout", "rotary_qk_fn"):  # linear, so that the gradient does not depend on the tensor
+    for of, by, inside in product(range(2), range(2), (False, True)):
+        (loss, t), (reference, same) = (penalised(call, of, by, inside) for call in calls)
+        if name in ("seeded_dropout", "rotary_qk_fn"):  # linear
             torch.testing.assert_close(*torch.autograd.grad(loss, t), *torch.autograd.grad(reference, same))
             continue
         with pytest.raises(RuntimeError, match=own):

@@ -146,3 +146,11 @@ def test_no_gradient_of_any_output_is_none_of_any_input(device):
     x, w = leaves(device, (4, 40), (40,))
     used = GivesNoGradient.apply(layer_norm_fn(x, w, None))
     assert torch.autograd.grad(used, (x, w), allow_unused=True) == (None, None)
+
+
+def test_without_a_norm_y_and_r_are_one_tensor_also_where_backward_keeps_r(device):
+    x, residual = (torch.randn(3, 16, device=device, requires_grad=True) for _ in range(2))
+    y, _, r = norm_fn("none", x, None, None, residual, weight1=torch.ones(16, device=device), prenorm=True)
+    assert y is r
+    r.mul_(2)  # what backward keeps is a tensor of its own
+    torch.testing.assert_close(torch.autograd.grad(r.sum(), x)[0], torch.full_like(x, 2.0))

@@ -180,8 +180,9 @@ def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
         code = subprocess.run(words, cwd=ROOT, env=seen, stdout=log, stderr=subprocess.STDOUT).returncode
     report = read(part / "report.json")
     # 1 is the exit code of other errors too, which leave a part of a report or none
-    if code == 1 and not report.get("unfinished") and not all(one["holds"] for one in report.get("parity", [])):
-        print(f"{record.name}: parity fails", flush=True)
+    held = {one["holds"] for one in report.get("parity", [])}
+    if code == 1 and not report.get("unfinished") and held - {True}:
+        print(f"{record.name}: parity", "fails" if False in held else "can't be judged", flush=True)
         code = 0
     if record.folder and code == 0:
         for left_out in (*map(part.joinpath, LEFT_OUT), *part.glob("process_*")):

@@ -345,9 +345,10 @@ class Call:
             kept = {field: source for field, source in op.kept(of, o, needs).items() if source in have}
             self.keep = picker([*kept.values()], (*op.Inputs._fields, *fields))
             constants = [name for name in asked if f"d{name}" not in op.Backward._fields]
-            # Gradients that are differentiated again must lead to the inputs: of the outputs that are kept autograd sees one,
-            # asked for or not; who has not asked does not get it.
-            links = [name for name in kept.values() if name in fields]
+            # Gradients that are differentiated again must lead to the inputs. Where one of these is not kept, autograd sees an
+            # output that is, asked for or not; who has not asked does not get it.
+            gone = {name for name, need in zip(of._fields, needs, strict=True) if need} - {*kept.values()}
+            links = [name for name in kept.values() if name in fields] if gone else []
             seen = {*asked} - {*constants}
             tracked = asked if seen & {*links} else [*asked, *links[:1]]
             self.tracked = picker(tracked, fields)

@@ -78,18 +78,17 @@ class _LinearOfNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                gradients = _LinearOfNorm.backward(ctx, dout)
-            return refused("layer_norm_linear_fn", (dout, *ctx.saved_tensors), gradients)
-        r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
-        dout = dout.to(ctx.dtype)
+        there = dout, *ctx.saved_tensors  # read once: a checkpoint gives them once
+        _, r, norm_weight, norm_bias, linear_weight = there
         dy = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            dy = dout @ linear_weight.to(ctx.dtype)
-        if ctx.needs_input_grad[4]:
-            y = cast(Tensor, norm_fn(ctx.norm, r, norm_weight, norm_bias, eps=ctx.eps, out_dtype=ctx.dtype))
-            dweight = (dout.reshape(-1, dout.shape[-1]).mT @ y.reshape(-1, y.shape[-1])).to(linear_weight.dtype)
-        if ctx.needs_input_grad[5]:
-            dbias = dout.reshape(-1, dout.shape[-1]).sum(0).to(ctx.linear_bias_dtype)
-        return dy, None, None, None, dweight, dbias, None, None
+        with torch.no_grad():
+            dout = dout.to(ctx.dtype)
+            if ctx.needs_input_grad[0]:
+                dy = dout @ linear_weight.to(ctx.dtype)
+            if ctx.needs_input_grad[4]:
+                y = cast(Tensor, norm_fn(ctx.norm, r, norm_weight, norm_bias, eps=ctx.eps, out_dtype=ctx.dtype))
+                dweight = (dout.reshape(-1, dout.shape[-1]).mT @ y.reshape(-1, y.shape[-1])).to(linear_weight.dtype)
+            if ctx.needs_input_grad[5]:
+                dbias = dout.reshape(-1, dout.shape[-1]).sum(0).to(ctx.linear_bias_dtype)
+        gradients = dy, None, None, None, dweight, dbias, None, None
+        return refused("layer_norm_linear_fn", there, gradients) if torch.is_grad_enabled() else gradients

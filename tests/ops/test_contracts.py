@@ -19,6 +19,7 @@ from ops import (
     gated_activation_fn,
     gated_rms_norm_fn,
     kit,
+    layer_norm_fn,
     layer_norm_linear_fn,
     linear_cross_entropy_fn,
     log_softmax_fn,
@@ -75,6 +76,7 @@ CALLS = {
         lambda x, w: layer_norm_linear_fn(x, None, None, w.repeat(9, 1).tril(), None, x),
         lambda x, w: F.layer_norm(x + x, (64,), None, None, 1e-6) @ w.repeat(9, 1).tril().mT,
     ),
+    "layer_norm_fn": (lambda x, w: layer_norm_fn(x, w, None), lambda x, w: F.layer_norm(x, (64,), w, None, 1e-6)),
     "rms_norm_fn": (lambda x, w: rms_norm_fn(x, w, None, x), lambda x, w: F.rms_norm(x + x, (64,), w, 1e-6)),
     "seeded_dropout": (
         lambda x, w: seeded_dropout(x * w, 0.5, 3),

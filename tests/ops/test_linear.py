@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ops import layer_norm_fn, layer_norm_linear_fn
 
@@ -32,6 +33,16 @@ def test_keeps_no_norm_output_for_backward_and_autocast_decides_the_dtype_of_the
         z = layer_norm_linear_fn(x, w, None, lw, None)
     z.sum().backward()
     assert (z.dtype, lw.grad.dtype) == (BF16, lw.dtype)
+
+
+def test_a_checkpoint_whose_gradient_keeps_its_graph_gives_the_same(device):
+    x, residual, w, matrix = leaves(device, (4, 8), (4, 8), (8,), (3, 8))
+
+    def gradient(call):
+        return torch.autograd.grad(call(x, w, None, matrix, None, residual).square().sum(), x, create_graph=True)
+
+    found = gradient(lambda *given: checkpoint(layer_norm_linear_fn, *given, use_reentrant=False))
+    assert all(map(torch.equal, found, gradient(layer_norm_linear_fn)))
 
 
 def test_a_single_row_without_leading_dimensions(device):

@@ -345,11 +345,12 @@ class Call:
             kept = {field: source for field, source in op.kept(of, o, needs).items() if source in have}
             self.keep = picker([*kept.values()], (*op.Inputs._fields, *fields))
             constants = [name for name in asked if f"d{name}" not in op.Backward._fields]
-            # Gradients that are differentiated again must lead to the inputs. Where one of these is not kept, autograd sees an
-            # output that is, asked for or not; who has not asked does not get it.
+            # Gradients that are differentiated again must lead to whatever they depend on. Where one of the inputs is not kept,
+            # or an output may be one that is, as r may be x, autograd sees an output that is kept, asked for or not; who has
+            # not asked does not get it.
             gone = {name for name, need in zip(of._fields, needs, strict=True) if need} - {*kept.values()}
-            links = [name for name in kept.values() if name in fields] if gone else []
             seen = {*asked} - {*constants}
+            links = [name for name in kept.values() if name in fields] if gone or len(seen) > 1 else []
             tracked = asked if seen & {*links} else [*asked, *links[:1]]
             self.tracked = picker(tracked, fields)
             self.complete = picker([name if name in asked else None for name in fields], tracked)

@@ -148,6 +148,18 @@ def test_gradients_of_gradients_are_refused_or_right(name, device):
             loss.backward(inputs=None if inside else [t])
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gradients_of_gradients_are_refused_towards_a_stream_that_is_x(dtype, device):
+    x, w = (t.detach().to(dtype).requires_grad_(t.dim() > 1) for t in examples(device))
+    for y, r in (
+        rms_norm_fn(x, w, None, prenorm=True, residual_in_fp32=True),
+        modulated_norm_fn(x, w.expand(2, 64), prenorm=True),
+    ):
+        (gradient,) = torch.autograd.grad(y, x, y.detach(), create_graph=True)
+        with pytest.raises(RuntimeError, match="can't be differentiated again"):
+            torch.autograd.grad(gradient.square().sum() + r.square().sum(), r)
+
+
 @every_call
 def test_forward_mode_differentiation_is_refused_not_ignored(name, device):
     x, w = (t.detach() for t in examples(device))

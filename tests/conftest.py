@@ -29,7 +29,9 @@ if INTERPRET:
 
     interpreter.quicken()
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all that they start, ignore Ctrl-C
+# A shell's background jobs, and all that they start, ignore Ctrl-C; what nohup starts ignores the end of the terminal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -108,7 +108,9 @@ def test_a_planted_fault_fails_parity_and_norms_and_losses_pass_with_any_options
     assert result.holds == (fault in RIGHT), result.verdict
     assert result.holds or (result.verdict.startswith("Parity fails: ") and " × " in result.verdict)
     assert {"loss", "gradient norm", "gradient of the final norm", "parameters"} <= set(result.distances)
-    assert any(one.reordered != 1 for of in result.distances.values() for one in of), "the other order is another one"
+    # fp16 may round the fp32 sums of a loss in another order to the same bits
+    moved = any(one.reordered != 1 for of in result.distances.values() for one in of)
+    assert moved or (dtype == "float16" and LOSS in keys), "the other order is another one"
 
 
 def test_losses_that_are_no_numbers_fail(parity, monkeypatch):

@@ -22,7 +22,8 @@ EXPLAINED = "docs/ablation.md has the protocol, and explains each table. report.
 def write(ablation: Ablation, folder: Path) -> Path:
     """Writes report.md and its plots; returns the path of report.md."""
     cells = ablation.cells
-    took = f"{tables.machine(ablation.environment)}. The ablation has taken {ablation.environment.get('minutes')} minutes."
+    minutes = ablation.environment.get("minutes")
+    took = f"{tables.machine(ablation.environment)}. The process that wrote this has taken {minutes} minutes."
     pictures = _pictures(ablation, folder)
     text = tables.document(
         _headline(ablation),

@@ -40,7 +40,7 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         tables.markdown(*table(made)),
         tables.section("Every pair", _markdown(_pairs(made)) if made.pairs else ""),
         tables.section("Time", _markdown([_time(made, arm) for arm in made.arms]) if found.times else ""),
-        tables.section("All runs of the search", _markdown(_runs(found, [arm.name for arm in study.arms]))),
+        tables.section("All runs of the search", _runs(found, [arm.name for arm in study.arms])),
         tables.section("Environment", tables.environment(facts)),
     )
     replace_text(folder / "report.md", text)
@@ -175,8 +175,8 @@ def _time(made: Report, arm: ArmReport) -> Row:
     return row
 
 
-def _runs(found: Found, names: Sequence[str]) -> list[Row]:
-    """The last loss of every run that chose the rates, and the spikes and gradient norms of each arm."""
+def _runs(found: Found, names: Sequence[str]) -> str:
+    """The last loss of every run that chose the rates, and the spikes and gradient norms of each arm; of one rate nothing."""
     rates = sorted({run.rate for name in names for run in found.of(name, RACE, SEARCH)})
 
     def losses(name: str, rate: float) -> str:
@@ -195,4 +195,4 @@ def _runs(found: Found, names: Sequence[str]) -> list[Row]:
             "gradient norm": f"{fmean(norms):.2f}" if norms else NOTHING,
         }
 
-    return [row(name) for name in names]
+    return _markdown([row(name) for name in names]) if rates else ""

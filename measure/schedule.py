@@ -1,7 +1,7 @@
 """The order in which arms run: short blocks of steps that alternate, so that drift reaches all of them alike.
 
 A cycle gives every arm two blocks: in some order and then in its reverse (ABBA). Whatever drifts evenly through a cycle
-adds the same to all of them. Every arm stands at every place of a cycle equally often.
+adds the same to all of them. In as many cycles as there are arms, every arm stands at every place equally often.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """The runs of a study, each kept as a line as soon as it is over, and what may be read off them.
 
-A run fails, and is stopped, if a training or validation loss is not finite, or if after a quarter of its steps its validation
+A run fails, and is stopped, if a training or validation loss is not finite, or if from a quarter of its steps on its validation
 loss is more than compare.diverged nats above the lowest that another run of its arm had at the same step, at this rate or a
 lower one: a run that is slow at a low rate has not failed. A run that was not stopped is judged so by all runs of its arm, so
 what failed does not depend on their order.

@@ -187,9 +187,10 @@ def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
     if record.folder and code == 0:
         for left_out in (*map(part.joinpath, LEFT_OUT), *part.glob("process_*")):
             discard(left_out)
+        told = shlex.join(words[1:])
         for file in (part / "report.json", part / "report.md"):  # without the folder where it was measured
-            text = file.read_text(encoding="utf-8")
-            text = text.replace(shlex.join(words[1:]), record.words).replace(str(part), f"runs/{record.name}")
+            text = file.read_text(encoding="utf-8").replace(f"{told} -m", told)  # which programs that sweep add
+            text = text.replace(told, record.words).replace(str(part), f"runs/{record.name}")
             replace_text(file, text)
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)

@@ -44,6 +44,7 @@ def ran(tmp_path, monkeypatch, broken):
         if "--models" in words:
             files = {"norms_models.json": json.dumps(record)}
         if program in ("ablate.py", "compare.py"):
+            record["command"] += " -m"
             folder = tmp_path / next(word for word in words if word.startswith("folder=")).removeprefix("folder=")
             files = {"report.json": json.dumps(record), "report.md": record["command"], "kernels.jsonl": ""}
         folder.mkdir(parents=True, exist_ok=True)

@@ -189,7 +189,7 @@ def run(record: Record, folder: Path, gpus: Sequence[str]) -> int:
             discard(left_out)
         told = shlex.join(words[1:])
         for file in (part / "report.json", part / "report.md"):  # without the folder where it was measured
-            text = file.read_text(encoding="utf-8").replace(f"{told} -m", told)  # which programs that sweep add
+            text = file.read_text(encoding="utf-8").replace(f"{told} -m", told)  # -m: added by a program that sweeps
             text = text.replace(told, record.words).replace(str(part), f"runs/{record.name}")
             replace_text(file, text)
         shutil.rmtree(place, ignore_errors=True)

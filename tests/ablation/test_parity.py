@@ -87,7 +87,7 @@ RIGHT = (None, faults.handmade)  # made as the faulty ones are
         (faults.truncated, BF16, ()),
         *((fault, BF16, ("ablate.parity_seeds=1",)) for fault in (None, faults.wrong_elements)),
         (faults.bf16_statistics, BF16, WIDE),  # what hides best in a small model
-        (None, FP32, (LOSS, *CAPPED)),
+        (None, FP32, (LOSS, *CAPPED, "loss.chunks=4")),
         (None, "float16", (LOSS, "loss.chunks=4", "train.accumulation=2", "model.tie_embeddings=false")),
         (faults.loss_regularised, BF16, (LOSS,)),
         (faults.loss_gradient_off, BF16, (LOSS,)),

@@ -210,7 +210,15 @@ def test_a_report_is_json_and_its_pictures_have_each_difference_and_what_failed(
     assert drawn["differences"].get_yticklabels()[0].get_text() == "b, 1 of 6 failed"
     assert [text.get_text() for text in drawn["differences"].texts] == [interval_text(loss)]
     assert loss.median in [line.get_xdata()[0] for line in drawn["differences"].lines if line.get_marker() == "o"]
-    assert "fails in 1 of 6 runs at 0.003, in 0 of 1 at 0.001" in (tmp_path / "report.md").read_text().replace("\n", " ")
+    text = (tmp_path / "report.md").read_text().replace("\n", " ")
+    assert "fails in 1 of 6 runs at 0.003, in 0 of 1 at 0.001" in text and "## All runs of the search" in text
+
+
+def test_a_study_of_one_rate_has_no_table_of_a_search(tmp_path, monkeypatch):
+    made, study = report_of(runs := of_arms(a=CLOSE, b=CLOSE))
+    monkeypatch.setattr("measure.plots.save_figure", lambda figure, path: None)
+    report.write(made, study, Found(1.0, runs), {"gpu": None, "versions": {}, "git": None}, tmp_path)
+    assert "search" not in (tmp_path / "report.md").read_text()
 
 
 def test_in_wandb_a_study_is_a_run_for_each_arm_rate_and_seed_and_a_summary(tmp_path):
